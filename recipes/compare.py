@@ -4,7 +4,7 @@
     python recipes/compare.py --drafts vanilla=pocket-vanilla ngram mine=path/to/draft --k 2,4,8
 
 The target's texts after the prompts are recorded in --trace (a later run continues it, and a finished one is read), and every draft is
-replayed on them (docs/lab.md), so a new draft costs seconds. --prompts is a JSON-lines file with a "prompt" or a list of "turns" a line, and an
+replayed on them (docs/lab.md), so a new draft costs seconds (`prompts_per_minute`: of the replay, or of reading an earlier one's result). --prompts is a JSON-lines file with a "prompt" or a list of "turns" a line, and an
 optional "category" and "source" (prompts of one source are one cluster of the bootstrap); default: the held-out prompts of the pocket corpus. A
 draft is a pocket model, a folder, or one of ngram, magicdec, windowed:DRAFT and fp8:DRAFT (keys and values of eight bits). One with another
 tokenizer than the target's proposes tokens that both have (drafts.Translated), or, as text:DRAFT, its text in the target's tokens (drafts.TextMatch).
@@ -58,16 +58,17 @@ def main(s: Settings) -> None:
         entries = prompt_entries(s.prompts, target.tokenizer, s.context)[: s.count]
         trace = lab.record(target, entries, s.trace, s.new_tokens, max(s.k), sampling, seed=s.seed)
     print(trace)
-    replays = {}
+    replays, pace = {}, dict[str, float]()
     for name, part in parts.items():
         began = perf_counter()
         read = target if DraftPart.of(part).reads_target else None  # otherwise it is not computed again
         replays[name] = lab.replay(trace, part, max(s.k), read, name=name)
-        print(f"{name}: replayed or read, {len(trace) / (perf_counter() - began) * 60:.0f} prompts a minute")
+        pace[name] = 60 * len(trace) / (perf_counter() - began)
+        print(f"{name}: replayed or read, {pace[name]:.0f} prompts a minute")
     with short_errors():
         found = lab.compare(replays, s.k)
     print(f"\n{found}")
-    s.save(found.rows)
+    s.save(row | {"prompts_per_minute": pace[row["method"]]} for row in found.rows)
     s.draw({"compare": found.plot})
 
 

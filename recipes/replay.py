@@ -4,7 +4,7 @@
 
 Texts of the pocket target are recorded after held-out prompts, and each part is replayed on them (docs/lab.md). The real decoder then decodes
 the same prompts with other seeds. Rows: `part, path, method, live, replayed, standard_errors`: expected and counted tokens a round, and
-how many standard errors of their difference they are apart. Rounds of the same prompt are compared, so the differences of prompts do not count.
+how many standard errors of their difference they are apart. Selectors are played on the replays of their arms, with random numbers. Rounds of the same prompt are compared, so the differences of prompts do not count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import specdec as sd
-from specdec import lab, zoo
+from specdec import lab, selectors, zoo
 from specdec.audit import lengths
 from specdec.audit.lengths import Policy
 from specdec.audit.rounds import efficiency
@@ -27,6 +27,8 @@ from specdec.lab.console import table
 from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import pieces, shipped
 from specdec.lab.recipe import Recipe
+from specdec.lab.selection import Requests, RoundTimes
+from specdec.lab.selection_runs import SelectorReplay
 from specdec.models import Windowed
 
 
@@ -38,6 +40,9 @@ class Settings(Recipe):
     new_tokens: int = option(40, "tokens decoded after the first")
     repeats: int = option(2, "live runs, and recorded texts, of each prompt")
     k: int = option(4, "the longest path of a block")
+
+
+SECONDS = RoundTimes(((1e-3, 0.0),) * 3, (1e-3, 0.0, 0.0), (0.0,) * 3)  # these selectors do not look at them
 
 
 class Path(NamedTuple):
@@ -117,8 +122,21 @@ def main(s: Settings) -> None:
                 .rounds.numpy()
                 .reshape(len(prompts), s.repeats)
             )
-            counted = np.stack([live(s, target, path, prompts, repeat) for repeat in range(s.repeats)], 1)
-            rows.append(row(s, path, expected, counted))
+            decoder = sd.decoder(target).draft(path.draft, s.k).verifier(path.verifier).build()
+            rows.append(row(s, path, expected, counted(s, decoder, prompts)))
+            print(table(rows[-1:], COLUMNS), flush=True)
+        arms = {
+            "vanilla": sd.drafts.Model(sd.HFModel(*zoo.load("pocket-vanilla"))),
+            "ngram": sd.drafts.NGram(),
+            "none": None,
+        }
+        replays = {name: arm and lab.replay(trace, arm, s.k) for name, arm in arms.items()}
+        play = SelectorReplay(Requests.of(replays), SECONDS, len(trace), 8 * s.repeats, s.seed, reward="tokens")
+        for selector in (selectors.UCB1(), selectors.Thompson()):
+            path = Path("selector", "statistics of a request's own", type(selector).__name__, None)
+            expected = play(selector).rounds.mean(0).reshape(len(prompts), s.repeats)
+            decoder = sd.decoder(target).pool(arms, selector, s.k).build()
+            rows.append(row(s, path, expected, counted(s, decoder, prompts)))
             print(table(rows[-1:], COLUMNS), flush=True)
     print(f"\n{table(rows, COLUMNS)}")
     s.save(rows)
@@ -127,9 +145,13 @@ def main(s: Settings) -> None:
 COLUMNS = ("part", "path", "method", "live", "replayed", "standard_errors")
 
 
-def live(s: Settings, target: sd.HFModel, path: Path, prompts: list[list[int]], repeat: int) -> np.ndarray:
-    """``[prompts]`` rounds of the real decoder."""
-    decoder = sd.decoder(target).draft(path.draft, s.k).verifier(path.verifier).build()
+def counted(s: Settings, decoder: sd.Decoder, prompts: list[list[int]]) -> np.ndarray:
+    """``[prompts, repeats]`` rounds of the real decoder."""
+    return np.stack([live(s, decoder, prompts, repeat) for repeat in range(s.repeats)], 1)
+
+
+def live(s: Settings, decoder: sd.Decoder, prompts: list[list[int]], repeat: int) -> np.ndarray:
+    """``[prompts]`` rounds of one run."""
     rounds: list[int] = []
     for start in range(0, len(prompts), 24):
         batch = prompts[start : start + 24]

@@ -8,8 +8,9 @@ seconds that rounds are charged; the workloads are made of prompts of test packa
 the same batch, cores and attention, tau, the share of rounds of each `arms`, and the seconds of its stages. Intervals (`_low`, `_high`) are 95 % bootstraps over workloads; with
 fewer than 5 workloads there are none.
 
-- `plain`: no draft. `smallest`: the smallest draft for all rows. `fixed:NAME`: each draft alone at `auto/1`, and those with at least 0.8 of the fastest
-  one's goodput there at every place. `best_fixed`: the one of these that is best in hindsight at the place, over all workloads.
+- `plain`: no draft. `smallest`: the smallest draft for all rows. `fixed:NAME`: a draft for all rows. All are tried at `auto/1`; those with at least 0.8 of
+  the fastest one's goodput run at every place. `best_fixed`: the fastest of them at the place, over all workloads. It is chosen by the runs that it is reported
+  with, which flatters it, and its interval does not include the choice.
 - `selection`: the paper's selector: statistics of a request's own, a random draft for 5 rounds, then a maximum-weight matching within
   the drafts' capacities for 2^k rounds. With padded attention; `selection+packed`, `selection+decomposed`, `selection+auto` with others.
 - `spin`: the paper's selector, and a pipeline of `--micro-batches` (drafting in another process, on the other core).

@@ -463,12 +463,13 @@ def test_stages_run_at_the_same_time_and_share_their_cases(suite, monkeypatch, t
 def test_a_stage_in_a_process_of_its_own_puts_files_beside_the_report(suite, monkeypatch, tmp_path):
     words, folders = [], []
     monkeypatch.setattr(suite.subprocess, "Popen", lambda said, **_: words.extend(said))
-    suite.Child(suite.Settings(json=str(tmp_path / "out" / "g.json"), device="cpu"), "p", "0/1", 1.0)
+    child = suite.Child(suite.Settings(json=str(tmp_path / "out" / "g.json"), device="cpu"), "p", "0/1", 1.0)
     monkeypatch.setattr(suite.sys, "argv", words[1:])
     monkeypatch.setattr("recipes.gpu.profiles.run", lambda stage: folders.append(stage.folder))
     monkeypatch.setattr("recipes.gpu.tied.tie", lambda: None)
     assert suite.main(suite.settings()) == 0
     assert folders == [tmp_path / "out"]
+    child.file.close()
 
 
 def test_a_recipes_refusal_is_a_row_and_an_exit_is_an_exit():

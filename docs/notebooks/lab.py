@@ -62,9 +62,9 @@ compared.frame()[["method", "k", "tau", "tau_low", "tau_high", "ratio", "ratio_l
 compared.plot()
 
 # %%
-for k in (2, 4, 6):
-    token, block = (replays["vanilla"].efficiency(k, verifier).tau for verifier in ("rejection", "block"))
-    print(f"k = {k}: block verification gives {block / token:.3f} of the tokens a round of the token rule")
+verifiers = {"rejection": replays["vanilla"], "block": replays["vanilla"].under("block")}
+columns = ["method", "k", "tau", "ratio", "ratio_low", "ratio_high"]
+lab.compare(verifiers, k=(2, 4, 6), by_category=False).frame()[columns].round(3)
 
 # %% [markdown]
 # ## 3. Time whole rounds on this machine

@@ -258,7 +258,7 @@ def ring(
     """Sinks and a window in constant memory (SPIRe, MagicDec): slots in arbitrary order.
 
     Args:
-        masked: the Triton kernel reads a mask by slot, as it does for several queries of a row; else it computes what the only query sees.
+        masked: the Triton kernel reads a mask by slot. Without, and with one query a row, it computes from positions what the query sees.
     """
     R = len(first)
     held = Ring(

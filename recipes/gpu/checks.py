@@ -27,6 +27,8 @@ FILES = (
     "tests/test_pipelined.py",
     "tests/test_ahead_fused.py",
 )
+# What the interpreter runs is tested elsewhere.
+ONLY = dict.fromkeys(FILES, "not interpreted") | {"tests/test_ahead_fused.py": "on_a_gpu"}
 TOY_FILES = ("tests/test_splitting.py",)
 LONG = {"tests/test_triton_attention.py": 4}  # processes: most of its time, one thread compiles
 # The project's settings turn the plugins' warnings into errors, and say -q.
@@ -57,7 +59,8 @@ class Tests:
         self.began = monotonic()
         count = LONG.get(name, 0) if find_spec("xdist") else 0
         several = ("-n", str(count)) if count else ("-p", "no:xdist")
-        words = [sys.executable, "-m", "recipes.gpu.tied", "pytest", *OPTIONS, *several, name]
+        only = ("-k", ONLY[name]) if name in ONLY else ()
+        words = [sys.executable, "-m", "recipes.gpu.tied", "pytest", *OPTIONS, *several, *only, name]
         with open(self.file, "wb") as file:
             self.process = subprocess.Popen(
                 words,

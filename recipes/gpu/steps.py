@@ -182,7 +182,7 @@ def filled(stage: Stage, model: Any, batch: int, context: int, more: int) -> tup
 
 
 def stopped(model: Any) -> dict[str, Any]:
-    """The note of a row whose steps should be captured and are not. Captures begin anew then: they say nothing of later rows."""
+    """The note of a row whose steps should be captured and are not. They are forgotten then, so that a later row says only what failed there."""
     if model.steps is None:
         return {}
     why = model.steps.why

@@ -95,7 +95,7 @@ class CudaGraphs:
                 watch(body)
             current.wait_stream(aside)
             _make_room()
-            with torch.cuda.stream(aside), _own_workspaces():
+            with torch.cuda.stream(aside), _own_workspaces(), _uncollected():
                 made = self._capture(body)
         self._alive.add(made)
         return made
@@ -112,8 +112,7 @@ class CudaGraphs:
             with torch.inference_mode(False):
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                with _uncollected():
-                    out = body()
+                out = body()
             finally:
                 graph.capture_end()
         except BaseException:
@@ -127,7 +126,7 @@ class CudaGraphs:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the garbage collector, which may free what another graph or event holds, which a capture does not allow."""
+    """Without the garbage collector: what it frees may belong to the device, and nothing of the device may be freed during a capture."""
     on = gc.isenabled()
     gc.disable()
     try:

@@ -8,8 +8,9 @@ is recorded and replays to equal results can therefore be captured on a GPU. Rep
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Body = Callable[[], Any]
+
+_stance = threading.RLock()
 
 _WAITS = "waits for the device: its result, or the shape of it, is needed on the host"
 _HOST = (
@@ -92,11 +95,14 @@ def watch(body: Body) -> Any:
         return body()
 
 
-def _uncompiled() -> AbstractContextManager[Any]:
-    """A context without ``torch.compile``, which under a dispatch mode would give up what it has compiled, for good."""
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Without ``torch.compile``, which under a dispatch mode would give up what it has compiled, for good. One thread at a time: the stance is the process's."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and an import takes seconds
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+        yield
+        return
+    with _stance, torch.compiler.set_stance("force_eager"):
+        yield
 
 
 class Watching(TorchDispatchMode):

@@ -96,9 +96,9 @@ def decide(
 ) -> Decision:
     """Tokens a second of every method, τ without noise times batch over the seconds of a round, at every batch and context.
 
-    Intervals draw sources of texts, repeats of a clock that measured, and the own error of one that is a model (``error``, ``errors``). A method is too
-    close to the best one if the interval of their ratio contains 1. τ is that of the recorded texts at every context: where it changes with the
-    context, as a draft's with a window does, decide from recordings of that context.
+    Intervals draw sources of texts and, if the clock is a measurement, its repeats. A clock that is a model may state its error (``error``, ``errors``), which
+    is drawn, too. A method is too close to the best one if the interval of their ratio contains 1. τ is the same at all contexts, that of the recorded
+    texts. The τ of a draft with a window depends on the context: record texts of the context in question.
 
     Args:
         replays: by name, all of one trace. clock: seconds of rounds; plain decoding is ``"plain"`` with k = 0. k: block lengths; default:
@@ -159,7 +159,7 @@ def decide(
                 "k": key[1],
             }
             row |= {"tau": tau[key][0], "tokens_per_second": speed[key], "ratio": speed[key] / speed[plain]}
-            off = np.exp(_error(clock, key[0], PLAIN) * drawn)
+            off = np.exp((0.0 if key == plain else _error(clock, key[0], PLAIN)) * drawn)
             row["ratio_low"] = interval(low[key] / high[plain] * off)[0]
             row["ratio_high"] = interval(high[key] / low[plain] * off)[1]
             row |= {"loss": 1 - speed[key] / speed[best], "exact": key == plain or named[key[0]].exact}
@@ -184,8 +184,7 @@ def _repeats(clock: Times, name: str, batch: int, context: int, k: int) -> Seque
 
 
 def _error(clock: Clock, one: str, other: str) -> float:
-    """A model's standard error of the logarithm of the ratio of two methods' round times; 0 of a clock that states none."""
-    if one == other:
-        return 0.0
-    known: Mapping[tuple[str, ...], float] = getattr(clock, "errors", {})
+    """A model's standard error of the logarithm of the ratio of two methods' round times; 0 of a clock that states none. One method at two lengths has
+    the error of any two methods."""
+    known: Mapping[tuple[str, ...], float] = getattr(clock, "errors", None) or {}
     return known.get(tuple(sorted((one, other))), getattr(clock, "error", None) or 0.0)

@@ -22,7 +22,7 @@ FLAGS = {
     "NEON": {"asimd", "neon"},
 }
 """Instruction sets, and the words by which Linux lists them."""
-GENERATION = ("cpu family", "model", "CPU implementer", "CPU part")
+GENERATION = ("cpu family", "model", "stepping", "CPU implementer", "CPU part")
 """Linux's words for a processor's generation."""
 
 
@@ -30,8 +30,8 @@ GENERATION = ("cpu family", "model", "CPU implementer", "CPU part")
 def code(package: Path = PACKAGE) -> dict[str, Any]:
     """``commit``: the HEAD of the git checkout that tracks ``package``. ``dirty``: whether a tracked file outside ``docs`` differs from it.
 
-    Both are ``None`` outside a checkout, and in a package that is installed inside the checkout of something else. There ``SPECDEC_COMMIT`` in the
-    environment may name the commit, as for a copy of the files on another machine. Reports are written
+    Both are ``None`` outside a checkout, and in a package that is installed inside the checkout of something else; then the environment may name the
+    commit, in ``SPECDEC_COMMIT`` (for a copy of the files on another machine). Reports are written
     below ``docs``, so that a report does not make the next one dirty. The first call decides for the whole process: a commit that is
     made while a measurement runs does not contain the code that runs.
     """
@@ -71,7 +71,7 @@ def threads() -> dict[str, Any]:
 
 
 def c_kernels() -> str | None:
-    """How many threads the C kernels can use: ``"several threads"`` or ``"one thread"``; ``None`` if this process has not loaded them."""
+    """How many threads the C kernels can use: ``"several threads"`` or ``"one thread"``; ``None`` if this process (a child may have) has not loaded them."""
     if not build.loaded():
         return None
     return "several threads" if threaded() else "one thread"

@@ -153,7 +153,7 @@ def pieces(entries: list[Entry], tokenizer: Any, length: int, most: int) -> list
         ids = entry.ids(tokenizer)
         longest = max(longest, len(ids))
         starts = range(0, len(ids) - length + 1, length)[:most]
-        made += [replace(entry, given=tuple(ids[a : a + length])) for a in starts]
+        made += [replace(entry, turns=entry.turns[:1], given=tuple(ids[a : a + length])) for a in starts]
     if not made:
         raise ValueError(
             f"no prompt has {length} tokens, and the longest has {longest}: choose smaller contexts"

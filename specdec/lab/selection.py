@@ -140,7 +140,7 @@ class Requests:
         for a, name in enumerate(arms):
             if name in replays:
                 own, k = replays[name], own_lengths[name]
-                accept[a, ..., :k], size[a] = own.accept[used][..., :k], own.proposed[used].clamp(max=k)
+                accept[a, ..., :k], size[a] = own.chances()[used][..., :k], own.proposed[used].clamp(max=k)
         prompts = [torch.tensor(text.ids[: text.prompt]) for text in texts]
         names = {source: i for i, source in enumerate(dict.fromkeys(first.trace.sources))}
         return Requests(

@@ -130,14 +130,15 @@ class _Enough(Exception):
 
 
 def _rounds(decoder: Decoder, rows: list[list[int]], count: int, seed: int) -> list[float]:
-    """Seconds of ``count`` rounds in which all rows are active. Under a pipeline every micro-batch has rounds of its own, as many of which as there
-    are micro-batches are one round of all rows."""
+    """Seconds of ``count`` rounds of all rows, while all are active. In a pipeline each micro-batch reports its own rounds; one of each is a round of
+    all rows."""
     marks: list[float] = []
     parts = prefills = 0
 
     def mark(round: Round) -> None:
         nonlocal parts, prefills
-        sync()
+        if parts < 2:  # in a pipeline the device may be drafting for another micro-batch
+            sync()
         marks.append(perf_counter())
         if not round.number:
             parts, prefills = parts + 1, len(marks)
@@ -148,5 +149,5 @@ def _rounds(decoder: Decoder, rows: list[list[int]], count: int, seed: int) -> l
     seeds = [seed + i for i in range(len(rows))]
     with suppress(_Enough):
         decoder.generate(rows, budget, seed=seeds, eos_token_id=(), on_round=mark)
-    ends = torch.tensor(marks[prefills - 1 :: parts], dtype=torch.float64)
+    ends = torch.tensor(marks[max(prefills - 1, 0) :: max(parts, 1)], dtype=torch.float64)
     return ends.diff().tolist()

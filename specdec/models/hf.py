@@ -59,8 +59,9 @@ class HFModel:
         invariant: whether a row's logits must be bit for bit independent of the rest of the batch and of the step, prompts included
             (docs/kernels.md). Llama-like models on a CPU with C kernels support this, at a cost; others are refused, and so are trees.
         bf16_weights: whether products read bfloat16 copies of the weights of a float32 model: half the bytes to read, equal values, and
-            arithmetic on matrix units (AMX) where the processor has them. ``None`` makes copies where they are exact, for llama-like models on a
-            CPU with C kernels whose weights bfloat16 can express, as a bfloat16 checkpoint's; ``True`` refuses other models. Memory grows by half. Copies follow changes of the weights when the next cache is made (docs/kernels.md).
+            arithmetic on matrix units (AMX) where the processor has them. ``None`` makes copies where they are exact, that is for
+            llama-like models on a CPU with C kernels whose weights bfloat16 can express, as those of a bfloat16 checkpoint; ``True`` refuses
+            other models. Memory grows by half. Copies follow changes of the weights when the next cache is made (docs/kernels.md).
         kv_dtype: ``torch.float8_e4m3fn`` or ``float8_e5m2``: keys and values are rounded to it when they are stored, and read back in the
             dtype of the queries. It is then the model with a rounded cache: as a draft it changes what is accepted and never the output; a
             target's output differs from the full cache's, and drafts do not change it further (docs/models.md).
@@ -212,9 +213,8 @@ class HFModel:
 
     def __repr__(self) -> str:
         size, family = sum(p.numel() for p in self.clone.parameters()) / 1e6, self.clone.config.model_type
-        kinds = f"{self.dtype}{f' with KV in {self.kv_dtype}' if self.kv_dtype else ''}".replace("torch.", "")
-        kinds += " with bfloat16 weights" if self.bf16_weights else ""
-        return f"HFModel({family}, {size:.3g}M parameters, {kinds}, {self.device})"
+        dtypes = f"{self.dtype}" if self.kv_dtype is None else f"{self.dtype} with KV in {self.kv_dtype}"
+        return f"HFModel({family}, {size:.3g}M parameters, {dtypes.replace('torch.', '')}, {self.device})"
 
     @cached_property
     def _shapes(self) -> list[KVShape]:
