@@ -78,7 +78,7 @@ def main(s: Settings) -> None:
     rounds = {b: bare_round(target, draft, b, s.context + s.new_tokens // 2, s.length) for b in s.batches}
     for temperature in s.temperatures:
         for batch in s.batches:
-            some = ids[: max(batch, 4)]
+            some = ids[: max(batch, 4 - 4 % batch)]  # whole batches
             drafting = {"vanilla": draft}
             if other:
                 by_text = sd.drafts.TextMatch(draft, tokenizer)

@@ -78,6 +78,10 @@ def serve() -> None:
                 builder = builder.draft(make[method](), length=settings["length"])
             decoders[method] = builder.build()
         rows = [row[:context] for row in ids if len(row) >= context][:batch]
+        if len(rows) < batch:
+            raise SystemExit(
+                f"only {len(rows)} prompts have {context} tokens: choose a smaller --contexts or --batches"
+            )
         start = perf_counter()
         out = decoders[method].generate(rows, settings["new_tokens"], seed=settings["seed"], eos_token_id=())
         seconds, stats = perf_counter() - start, out.stats

@@ -45,10 +45,14 @@ def main(s: Settings) -> None:
     }
     texts = prompts(n=max(s.batches))
     ids = [target.tokenizer(text)["input_ids"][: s.context] for text in texts]
+    if (shortest := min(map(len, ids))) < s.context:
+        raise SystemExit(
+            f"--context {s.context}: the shortest of these prompts has {shortest} tokens, choose at most that"
+        )
 
     cases = []
     for batch in s.batches:
-        some = ids[: max(batch, 4)]
+        some = ids[: max(batch, 4 - 4 % batch)]  # whole batches
         for method, decoder in decoders.items():
             run = partial(decode, decoder, some, batch, s.new_tokens, s.seed)
             k = None if method == "plain" else s.length

@@ -131,7 +131,9 @@ def main(s: Settings) -> None:
             "none": None,
         }
         replays = {name: arm and lab.replay(trace, arm, s.k) for name, arm in arms.items()}
-        play = SelectorReplay(Requests.of(replays), SECONDS, len(trace), 8 * s.repeats, s.seed, reward="tokens")
+        play = SelectorReplay(
+            Requests.of(replays), SECONDS, len(trace), 8 * s.repeats, s.seed, reward="tokens"
+        )
         for selector in (selectors.UCB1(), selectors.Thompson()):
             path = Path("selector", "statistics of a request's own", type(selector).__name__, None)
             expected = play(selector).rounds.mean(0).reshape(len(prompts), s.repeats)

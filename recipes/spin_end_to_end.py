@@ -5,7 +5,7 @@
 Requests of three domains and of several temperatures, with ragged prompts, are decoded in one batch. Prompts of validation packages are for learning and for the
 seconds that rounds are charged; the workloads are made of prompts of test packages. Rows: `configuration, batch, cores, attention, goodput`
 (tokens a second after the prefill, tokens of all workloads over their seconds), its ratios to `plain`, `smallest` and `best_fixed` of
-the same batch, cores and attention, tau, the share of rounds of each `arms`, and the seconds of its stages. Intervals (`_low`, `_high`) are 95 % bootstraps over workloads; with
+the same batch, cores and attention, tau, the share of rounds of each `arms`, and milliseconds of a round by stage. Intervals (`_low`, `_high`) are 95 % bootstraps over workloads; with
 fewer than 5 workloads there are none.
 
 - `plain`: no draft. `smallest`: the smallest draft for all rows. `fixed:NAME`: a draft for all rows. All are tried at `auto/1`; those with at least 0.8 of
@@ -303,7 +303,7 @@ def table(runs: Runs, batch: int, best: dict[str, str]) -> list[dict[str, Any]]:
             found = goodput(mine, runs[other, place]) if (other, place) in runs else (None, None, None)
             row |= zip((f"ratio_to_{other}", f"ratio_to_{other}_low", f"ratio_to_{other}_high"), found)
         stages: Counter[str] = sum((run.stats.seconds for run in mine), Counter())
-        rounds = sum(run.stats.rounds for run in mine) / batch
+        rounds = sum(run.rounds for run in mine)
         row |= {
             f"{stage}_milliseconds": 1e3 * stages[stage] / rounds for stage in ("draft", "target", "verify")
         }

@@ -106,7 +106,8 @@ def stream_run(
     ids = [one.ids for one in sorted(done, key=lambda one: one.index)]
     spent = selection.seconds - before if selection else 0.0
     latency = tuple(one.latency for one in done)
-    return StreamRun(made, whole - prefills, stats, arms, ids, spent, whole, latency, mean(different))
+    rounds = len(different)
+    return StreamRun(made, whole - prefills, stats, arms, ids, spent, rounds, whole, latency, mean(different))
 
 
 class Streams:

@@ -649,6 +649,16 @@ def test_time_runs_all_decoders(target):
     )
     assert len(times.rows) == len(times.frame()) == 4
     assert "milliseconds" in repr(times)
+    first, second = times.plot().axes
+    assert (first.get_title(loc="left"), second.get_title(loc="left")) == (
+        "batch 1, context 5",
+        "batch 2, context 5",
+    )
+    assert [label.get_text() for label in first.get_yticklabels()] == ["plain", "fast 2"]
+    widths = [bar.get_width() for bar in first.patches]
+    assert widths == pytest.approx(
+        [1e3 * times.seconds(name, 1, 5, k) for name, k in (("plain", 0), ("fast", 2))]
+    )
     with pytest.raises(ValueError, match="no time of fast with k = 4"):
         times.seconds("fast", 1, 5, 4)
     with pytest.raises(ValueError, match="no prompt has 10 tokens"):

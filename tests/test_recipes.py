@@ -314,7 +314,9 @@ def test_compare_on_prompts_of_ones_own(tmp_path):
     assert "prompts a minute" in first
     assert len({(r["method"], r.pop("prompts_per_minute") > 0) for r in rows}) == 2
     quick("recipes/compare.py", *words)  # from the record
-    assert [{**r, "prompts_per_minute": None} for r in report(file)] == [{**r, "prompts_per_minute": None} for r in rows]
+    assert [{**r, "prompts_per_minute": None} for r in report(file)] == [
+        {**r, "prompts_per_minute": None} for r in rows
+    ]
     (tmp_path / "q.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}')
     (failed,) = each(
         ["recipes/compare.py", "--prompts", str(tmp_path / "q.jsonl"), "--trace", str(tmp_path / "u")]

@@ -177,7 +177,11 @@ def texts(stage: Stage) -> None:
                 other = accepted.setdefault(name.removesuffix(", whole rounds"), stats.accepted)
                 wrong = differ or abs(other - stats.accepted) > max(1, other / 20)  # a tie may fall otherwise
                 more: dict[str, Any] = {"accepted": stats.accepted} | ({"failed": True} if wrong else {})
-                said = f"; {stats.accepted} were accepted, and {other} in the first row of this draft" if how else ""
+                said = (
+                    f"; {stats.accepted} were accepted, and {other} in the first row of this draft"
+                    if how
+                    else ""
+                )
                 stage.row(
                     case,
                     differ=differ,

@@ -24,6 +24,7 @@ class PoolRun:
 
     Attributes:
         tokens, seconds: after the prefill. arms: how many rows and rounds each arm served. selector_seconds: that the selector took.
+        rounds: of the batch, as long as any row is left.
     """
 
     tokens: int
@@ -32,6 +33,7 @@ class PoolRun:
     arms: Counter[int]
     ids: list[list[int]]
     selector_seconds: float = 0.0
+    rounds: float = 0.0
 
     @property
     def goodput(self) -> float:
@@ -61,7 +63,11 @@ def pool_run(
     out = decoder.generate(list(rows), tokens, seed=seed, eos_token_id=(), on_round=mark, selection=selection)
     start, _, _, before = max(mark for mark in marks if mark[1] == 0)
     made = sum(tokens for at, _, tokens, _ in marks if at > start)
-    return PoolRun(made, marks[-1][0] - start, out.stats, arms, out.ids, marks[-1][3] - before)
+    parts = sum(
+        not number for _, number, _, _ in marks
+    )  # a pipeline's micro-batches have rounds of their own
+    rounds = len(marks) / parts - 1
+    return PoolRun(made, marks[-1][0] - start, out.stats, arms, out.ids, marks[-1][3] - before, rounds)
 
 
 def goodput(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from specdec.arguments import at_least, counts
@@ -13,12 +15,12 @@ from specdec.capabilities import DraftInfo, DraftPart
 from specdec.cost.rounds import RoundTable
 from specdec.decoder import Decoder
 from specdec.executors.serial import Serial
-from specdec.lab.auto_runs import Measured, each, estimates, mean, reading
+from specdec.lab.auto_runs import Measured, each, estimates, reading
 from specdec.lab.console import progress, table
 from specdec.parts import as_draft
 from specdec.prompts import Prompts, rows_of
 from specdec.selectors.kinds import ByTemperature, Kind
-from specdec.selectors.planner import Planner
+from specdec.selectors.planner import WAYS, Planner
 
 COLUMNS = ("method", "batch", "tau", "milliseconds", "tokens_per_second", "ratio", "best")
 
@@ -121,6 +123,12 @@ def auto(
     sizes, ids = tuple(sorted(set(counts("batches", batches)))), rows_of(plain.target, prompts)
     arms = _arms(base, drafts, lengths)
     longest = max(arm.length or 0 for arm in arms.values())
+    ways = prod(1 + n for n in Counter(id(arm.draft) for arm in arms.values()).values())
+    if ways > WAYS:
+        raise ValueError(
+            f"lengths: {len(arms)} pairs of a draft and a length can be combined in {ways} ways, and each choice tries all: give fewer "
+            f"drafts or lengths, for at most {WAYS}"
+        )
     at_least(longest + 2, "new_tokens", new_tokens, f"chains of {longest} need that many")
     one_of_each = [0]  # a request of each temperature
     if isinstance(temperatures := plain.sampling.temperature, tuple):
@@ -142,7 +150,7 @@ def auto(
                 run.measure(
                     [ids[i % len(ids)] for i in turn],
                     [one_of_each[(i + i // len(ids)) % len(one_of_each)] for i in turn],
-                    new_tokens if repeat >= 0 else min(new_tokens, 8),
+                    new_tokens if repeat >= 0 else min(new_tokens, 2 * longest + 4),
                     seed + 1000 * (repeat + 1),
                     repeat >= 0,
                 )
@@ -196,8 +204,10 @@ def _decided(
         if not any(arm.draft is u for u in unique):
             unique.append(arm.draft)
     number = {name: next(i for i, u in enumerate(unique) if u is arm.draft) for name, arm in arms.items()}
-    draft = {name: tuple(mean(d for d, _ in runs[name].seconds[B]) for B in sizes) for name in arms}
-    rest = {name: tuple(mean(r for _, r in run.seconds[B]) for B in sizes) for name, run in runs.items()}
+    spent = {name: [run.mean(B) for B in sizes] for name, run in runs.items()}
+    own = [drawn for drawn, _ in spent["plain"]]  # of asking for no draft: a part of every round
+    draft = {name: tuple(max(0.0, d - o) for (d, _), o in zip(spent[name], own)) for name in arms}
+    rest = {name: tuple(r + o for (_, r), o in zip(spent[name], own)) for name in runs}
     verify = {
         name: tuple(each(runs[name], B, rest[name][i], rest["plain"][i]) for i, B in enumerate(sizes))
         for name in arms
@@ -224,19 +234,27 @@ def _decided(
         horizon=new_tokens,
     )
     decoder = base.pool({"none": None, **arms}, selector).build()
-    return Auto(decoder, _rows(arms, runs, sizes, draft, rest), selector)
+    prompt = sum(map(len, ids)) / len(ids)
+    told = {name: read[number[name]] * prompt / new_tokens for name in arms}
+    return Auto(decoder, _rows(arms, runs, sizes, draft, rest, told), selector)
 
 
 def _rows(
-    arms: Mapping[str, Arm], runs: Mapping[str, Measured], sizes: Sequence[int], draft: Any, rest: Any
+    arms: Mapping[str, Arm],
+    runs: Mapping[str, Measured],
+    sizes: Sequence[int],
+    draft: Any,
+    rest: Any,
+    told: Mapping[str, float],
 ) -> list[dict[str, Any]]:
-    """Tokens a second of each method in whole rounds, at each batch."""
+    """Tokens a second of each method in rounds of all rows, at each batch; ``told``: seconds of an arm's draft to read the prompt, for each new token."""
     rows = []
     for i, B in enumerate(sizes):
         speed = {}
         for name, run in runs.items():
             seconds = rest[name][i] + (draft[name][i] if name in arms else 0.0)
-            speed[name] = (B * (run.tokens / max(run.rounds, 1) if name in arms else 1.0) / seconds, seconds)
+            tokens = B * (run.tokens / max(run.rounds, 1) if name in arms else 1.0)
+            speed[name] = (tokens / (seconds + tokens * told.get(name, 0.0)), seconds)
         best = max(speed, key=lambda name: speed[name][0])
         for name, (rate, seconds) in speed.items():
             arm, run = arms.get(name), runs[name]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -111,7 +110,7 @@ def compare(
 
     The decoders run in turn, so that a slow moment of the machine affects all alike. Each repeat takes the next prompts and fresh seeds, the same for
     all; a first run of each, which compiles and warms up, is not counted. Speed is decoded tokens over the seconds of all rounds but the prefill.
-    Ratios are paired by repeat. Their interval is a 95 % bootstrap over the repeats; of fewer than 6 it is their range, and one repeat has none, and
+    Speeds and ratios are geometric means, and ratios are paired by repeat. Their interval is a 95 % bootstrap over the repeats; of fewer than 6 it is their range, and one repeat has none, and
     shows no winner. It covers the noise of the machine and of the prompts drawn, and prompts that are reused count again. ``lab.decide`` computes τ
     without this noise. A decoder with a lossy verifier is marked in the column ``lossless``, and it is not named the best beside lossless ones.
 
@@ -183,23 +182,26 @@ def _at(
                 runs[name].append(out)
     speed = {name: np.array([out.stats.tokens_per_second for out in outs]) for name, outs in runs.items()}
     kept = [name for name, one in built.items() if one.verifying.lossless]
-    best = max(kept or built, key=lambda name: median(speed[name]))
+    best = max(kept or built, key=lambda name: np.log(speed[name]).mean())
     named = repeats > 1 or len(built) == 1  # one run of each shows no winner
     made = []
     for name, outs in runs.items():
         ratio = speed[name] / speed[reference]
-        low, high = mean_interval(ratio) if repeats > 1 else (None, None)
+        low, high = np.exp(mean_interval(np.log(ratio))).tolist() if repeats > 1 else (None, None)
         row: dict[str, Any] = {
             "method": name,
             "batch": batch,
-            "tokens_per_second": float(median(speed[name])),
+            "tokens_per_second": float(np.exp(np.log(speed[name]).mean())),
         }
-        row |= {"tau": sum((out.stats for out in outs), Stats()).tau, "ratio": fmean(ratio)}
+        row |= {
+            "tau": sum((out.stats for out in outs), Stats()).tau,
+            "ratio": float(np.exp(np.log(ratio).mean())),
+        }
         row |= {"ratio_low": low, "ratio_high": high, "repeats": repeats}
         row["same_text"] = _same(built[name], built[reference], outs, runs[reference])
         row |= {"lossless": built[name].verifying.lossless, "best": named and name == best}
-        others = [other for other in kept if other != name] if row["best"] else []
-        row["close"] = [other for other in others if mean_interval(speed[other] / speed[name])[1] >= 1]
+        others = [other for other in kept or built if other != name] if row["best"] else []
+        row["close"] = [o for o in others if mean_interval(np.log(speed[o] / speed[name]))[1] >= 0]
         made.append(row)
     return made
 

@@ -14,6 +14,7 @@ import torch
 from specdec.arguments import at_least, counts
 from specdec.builder import Builder
 from specdec.decoder import Decoder
+from specdec.lab import plots
 from specdec.lab.clock import sync
 from specdec.lab.console import progress, table
 from specdec.prompts import Prompts, rows_of
@@ -67,6 +68,25 @@ class Times:
         import pandas
 
         return pandas.DataFrame(self.rows)
+
+    def plot(self) -> Any:
+        """A matplotlib figure: milliseconds of a round of every method, and the range of the repeats' medians; a panel for each batch and context."""
+        places = self.places
+        names = list(dict.fromkeys(f"{r['method']} {r['k']}" if r["k"] else r["method"] for r in self.rows))
+        figure, (row_of_panels,) = plots.panels(
+            1, len(places), (1.6 + 2.6 * len(places), 1.2 + 0.3 * len(names)), bare=True, sharey=True
+        )
+        for axes, place in zip(row_of_panels, places):
+            for r in (r for r in self.rows if (r["batch"], r["context"]) == place):
+                at = names.index(f"{r['method']} {r['k']}" if r["k"] else r["method"])
+                axes.barh(at, 1e3 * r["seconds"], color="#1f77b4")
+                axes.plot([1e3 * r["least"], 1e3 * r["most"]], [at, at], color="black", lw=1)
+            axes.set_title(f"batch {place[0]}, context {place[1]}", loc="left")
+            axes.set_xlabel("milliseconds a round")
+            axes.set_yticks(range(len(names)), names)
+        row_of_panels[0].invert_yaxis()
+        figure.tight_layout()
+        return figure
 
     def __repr__(self) -> str:
         rows = [{**row, "milliseconds": 1e3 * row["seconds"]} for row in self.rows]

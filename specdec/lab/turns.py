@@ -172,7 +172,7 @@ class Turns:
 
 def _far(longest: int) -> int:
     """The length that is farthest from 4."""
-    return longest if longest >= 7 or longest < 4 else 1
+    return longest if longest >= 7 else 1
 
 
 def drafting_ms(case: Measured, plain: Measured) -> float:
