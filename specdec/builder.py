@@ -169,8 +169,8 @@ class Builder:
         for name, value in settings.items():
             if name not in known:
                 refuse("sampling", {name: value}, SAMPLING, known, "setting")
-        if settings:
-            sampling = replace(self._sampling or Sampling(), **settings)
+        if sampling is None:
+            sampling = replace(self._sampling or Sampling(), **settings) if settings else self._sampling
         return replace(self, _sampling=sampling)
 
     def greedy(self) -> Builder:

@@ -20,7 +20,7 @@ from specdec.executors.serial import Serial
 from specdec.generation import Generation
 from specdec.models.hf import HFModel
 from specdec.models.own_cache import OwnCache
-from specdec.prompts import Prompts, asked, batches, prepared, rows_of, stop_rules
+from specdec.prompts import Prompts, asked, batches, check_temperatures, prepared, rows_of, stop_rules
 from specdec.protocols import Draft
 from specdec.rng import Philox, Rng, seeds
 from specdec.sampling import Sampling
@@ -120,6 +120,7 @@ class Decoder(Composition):
             raise TypeError(f"progress is {progress!r}: give True or False")
         function("on_round", on_round)
         size = self._batch_size(batch_size, len(rows))
+        check_temperatures(self, len(rows))
         limits = stop_rules(self, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria, size)
         if selection is None and size < len(rows):
             selection = self.begin(size)
@@ -170,6 +171,7 @@ class Decoder(Composition):
         """As ``generate``, but yields a ``StreamChunk`` for each row as soon as a round has committed its tokens."""
         rows = rows_of(self.target, asked(Decoder.stream, prompts, input_ids, attention_mask, others))
         function("on_round", on_round)
+        check_temperatures(self, len(rows))
         context, limits = prepared(self, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
         decoder = self if selection is None else self._with(selection, context.batch)
         return self._chunks(rows, decoder._rounds(iter([context]), limits, seed), limits, on_round)

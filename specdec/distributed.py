@@ -62,7 +62,7 @@ def generate(
     state = PartialState(cpu=where is None or where.type == "cpu")
     if state.num_processes == 1:
         return decoder.generate(prompts, max_new_tokens, seed=seed, **settings)
-    rows, budgets, wrong = [], [], None
+    rows, budgets, drawn, wrong = [], [], [], None
     try:
         rows = rows_of(decoder.target, prompts)
         context, limits = prepared(
@@ -77,7 +77,8 @@ def generate(
                     f"{what} has a temperature for each request, and every process numbers its own: give one temperature"
                 )
         budgets = (limits.max_length - context.length).tolist()
-    except (TypeError, ValueError) as error:
+        drawn = seeds(seed, len(rows)).tolist()
+    except Exception as error:
         wrong = error
     # An invalid call in one process is made known to all before any of them waits.
     heard: list[bool] = gather_object([wrong is not None])
@@ -88,7 +89,7 @@ def generate(
             f"process {heard.index(True)} of {len(heard)} refused its arguments: give all processes the same"
         )
     _agree(rows, budgets)
-    keys = broadcast_object_list([seeds(seed, len(rows)).tolist()])[0]
+    keys = broadcast_object_list([drawn])[0]
     mine = shares([len(row) for row in rows], state.num_processes)[state.process_index]
     out, failed = None, None
     if mine:

@@ -18,7 +18,8 @@ from specdec.composition import Composition
 from specdec.configs import setting
 from specdec.elsewhere import GENERATE, refuse
 from specdec.protocols import LanguageModel
-from specdec.stop_rules import StopRules
+from specdec.sampling import Sampling
+from specdec.stop_rules import StopRules, special_tokens
 from specdec.types import Context
 
 Chat = Sequence[Mapping[str, Any]]  # messages {"role": ..., "content": ...}
@@ -187,6 +188,22 @@ def prepared(
     return next(batches(composition, rows, limits, len(rows))), limits
 
 
+def check_temperatures(composition: Composition, rows: int) -> None:
+    """Raise ValueError where requests have temperatures of their own, and some of ``rows`` have none."""
+    for one in by_request(composition):
+        count = len(one.temperature)  # type: ignore[arg-type]
+        if count < rows:
+            raise ValueError(
+                f"temperature has {count} numbers and there are {rows} prompts: give one for each, or a single number for all"
+            )
+
+
+def by_request(composition: Composition) -> list[Sampling]:
+    """The samplings that have a temperature for each request: the decoder's, and those of drafts."""
+    drafting = [part.info.sampling for part in composition.drafting.parts]
+    return [one for one in (composition.sampling, *drafting) if isinstance(one, Sampling) and one.by_request]
+
+
 def batches(
     composition: Composition, rows: list[list[int]], limits: StopRules, batch_size: int
 ) -> Iterator[Context]:
@@ -256,6 +273,16 @@ def stop_rules(
         raise ValueError("stop_strings needs a tokenizer: use HFModel(model, tokenizer), or eos_token_id")
     if any(not s for s in strings):
         raise ValueError("stop_strings contains an empty string: every text contains it; remove it")
+    names = {name: i for i, name in special_tokens(target.tokenizer).items()}
+    for string in strings:
+        within = next((name for name in names if name in string), None)
+        if within is not None and string not in names:
+            raise ValueError(
+                f"stop_strings has {string!r}, which contains the special token {within!r}, and texts do not show special tokens: give the token by "
+                f"itself, or eos_token_id={names[within]}"
+            )
+    ends += [names[string] for string in strings if string in names]  # where transformers stops, too
+    strings = tuple(string for string in strings if string not in names)
     return StopRules(
         max_length=torch.tensor([len(row) + budget for row, budget in zip(rows, budgets)]),
         eos=tuple(ends),

@@ -93,7 +93,7 @@ class StopRules:
     @cached_property
     def _special(self) -> frozenset[int]:
         """Tokens that a text does not show."""
-        return frozenset(getattr(self.tokenizer, "all_special_ids", ()))
+        return frozenset(special_tokens(self.tokenizer))
 
     def _scan(self, ids: list[int], prompt: int, block: Tensor, count: int) -> tuple[int, str] | None:
         reach = (
@@ -117,6 +117,14 @@ class StopRules:
                 if _yes(criterion, criterion(torch.tensor([ids]), None)):
                     return n, "criteria"
         return None
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Id -> name of the tokens that decoding with ``skip_special_tokens`` leaves out."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    found = {i: token.content for i, token in added.items() if token.special}
+    ids, names = (getattr(tokenizer, f"all_special_{what}", ()) for what in ("ids", "tokens"))
+    return found | dict(zip(ids, names))
 
 
 def _yes(criterion: Callable[..., Any], said: Any) -> bool:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import specdec as sd
+from specdec.arm_policy import Arm
+from specdec.lab.auto import _rows
 from specdec.lab.auto_runs import FEW, Measured, each, estimates, spread_of
 from specdec.selectors.kinds import ByTemperature
 
@@ -174,11 +176,41 @@ def test_seconds_of_proposals_are_of_the_rows_that_have_one():
     assert each(Measured(None, None, proposals={4: [0.0]}), 4, 3.0, 1.0) == 0
 
 
+def test_rounds_with_a_proposal_and_without_one_are_trimmed_apart():
+    """A slow kind of round that is rarer than what is trimmed still counts."""
+    run = Measured(
+        None, None, seconds={1: [(0.0, 1.0)] * 97 + [(2.0, 5.0)] * 3}, proposals={1: [0.0] * 97 + [1.0] * 3}
+    )
+    assert run.mean(1) == pytest.approx((0.06, 1.12))
+    run = Measured(None, None, seconds={1: [(0.0, 1.0)] * 97 + [(9.0, 9.0)] * 3}, proposals={1: [0.0] * 100})
+    assert run.mean(1) == pytest.approx((0.0, 1.0))  # a slow moment of the machine
+
+
+def test_what_a_draft_reads_counts():
+    """The seconds of a round, and for each new token a share of those in which the prompt was read."""
+    runs = {
+        name: Measured(None, None, tokens=tokens, rounds=10) for name, tokens in (("plain", 10), ("a/2", 20))
+    }
+    for run in runs.values():
+        run.decoder = sd.decoder(GOOD).build()
+    arms = {"a/2": Arm(sd.drafts.Model(BAD), 2)}
+    rest = {"plain": (1.0,), "a/2": (1.2,)}
+    for told, ratio in ((0.0, 2 / 1.5), (0.25, 2 / (1.5 + 2 * 0.25))):
+        plain, small = _rows(arms, runs, (1,), {"a/2": (0.3,)}, rest, {"a/2": told})
+        assert (plain["ratio"], small["milliseconds"]) == (1, pytest.approx(1500))
+        assert small["ratio"] == pytest.approx(ratio)
+
+
 def test_what_cannot_be_measured_is_refused_by_name():
     base = sd.decoder(GOOD)
     for call, kind, match in (
         (lambda: sd.auto(GOOD, {"a": BAD}, PROMPTS), TypeError, "base is a TableModel"),
         (lambda: sd.auto(base, {}, PROMPTS), TypeError, "drafts is"),
+        (
+            lambda: sd.auto(base, dict.fromkeys("abcdef", BAD), PROMPTS, (1, 2, 4)),
+            ValueError,
+            "18 pairs of a draft and a length can be combined in 4096 ways",
+        ),
         (
             lambda: sd.auto(base, {"a": sd.drafts.Tree(BAD, (2, 1))}, PROMPTS),
             ValueError,

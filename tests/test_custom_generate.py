@@ -124,7 +124,7 @@ def test_a_copied_builder_says_as_much_of_its_sampling(copied):
     builder = sd.decoder(sd.TableModel.random(4))
     assert not copied(builder).build().sampling_is_set
     assert not copied(builder.sampling()).build().sampling_is_set
-    for chosen in (builder.sampling(sd.Sampling()), builder.greedy()):
+    for chosen in (builder.sampling(sd.Sampling()), builder.greedy().sampling()):
         assert copied(chosen).build().sampling_is_set
 
 

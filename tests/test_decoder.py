@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import FAMILIES, LIKE_OTHERS, byte_tokenizer, tiny
+from tokenizers import AddedToken
 from transformers import (
     LogitsProcessor,
     MinLengthLogitsProcessor,
@@ -26,6 +27,7 @@ from transformers import (
 import specdec as sd
 from specdec import zoo
 from specdec.models import SUPPORTED
+from specdec.prompts import stop_rules
 from specdec.stop_rules import StopRules
 
 PROMPTS = [
@@ -389,6 +391,22 @@ def test_a_stop_string_may_have_special_tokens_inside():
     ):
         rules = StopRules(torch.tensor([99]), stop_strings=("ab",), tokenizer=tokenizer)
         assert rules._scan([b, *before], 1, torch.tensor(block), len(block)) == stop
+
+
+def test_a_stop_string_that_is_a_special_token_is_its_id(target):
+    """As with transformers, which sees it in the text; texts here do not show it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|x|>", special=True)])
+    begin, added = tokenizer.convert_tokens_to_ids(["<s>", "<|x|>"])
+    assert added not in tokenizer.all_special_ids
+    decoder = sd.decoder(sd.HFModel(target.model, tokenizer)).build()
+    found = stop_rules(decoder, [[1]], 9, (), ["ab", "<s>", "<|x|>"], (), 1)
+    assert (found.eos, found.stop_strings) == ((begin, added), ("ab",))
+    assert {begin, added} <= found._special
+    with pytest.raises(
+        ValueError, match=rf"'a<s>', which contains the special token '<s>'.* eos_token_id={begin}"
+    ):
+        decoder.generate(["ab"], 9, stop_strings="a<s>")
 
 
 @pytest.mark.parametrize("name", DRAFTS)

@@ -165,6 +165,21 @@ def test_reading_must_pay_off_in_the_tokens_that_are_left():
         assert bool(LENGTH[arm]) == speculates, ends
 
 
+def test_what_a_row_has_read_is_known_while_others_are_chosen_for_between():
+    """As in a pipeline, whose micro-batches choose in turn."""
+    part = selector(3, prior=((((64.0, 64.0), *((64.0, 63.0),) * 4),) * 2,))
+    state = part.init(5)
+    arms = {}
+    for length in (10, 14, 18):
+        for request in (0, 1):
+            arm, _, state = choose(part, state, context([length], [request]))
+            before, arms[request] = arms.get(request), int(DRAFT[arm])
+            assert arms[request] >= 0
+            if before is not None:
+                assert state.own[request][before, READ] == length
+    assert part.leave(state, torch.tensor([0])).used.keys() == {1}
+
+
 def test_batches_larger_than_measured_are_decoded_plainly():
     part = selector(3, prior=((((64.0, 64.0), *((64.0, 63.0),) * 4),) * 2,))
     state = part.init(5)

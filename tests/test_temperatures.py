@@ -46,6 +46,16 @@ def test_wrong_temperatures_of_requests_are_refused(wrong):
         sd.Sampling(wrong)
 
 
+@pytest.mark.parametrize("call", ["generate", "stream"])
+def test_too_few_temperatures_are_noticed_before_anything_is_decoded(call, target):
+    decoder = sd.decoder(target).sampling(temperature=[0, 1, 1]).build()
+    more = {"batch_size": 2} if call == "generate" else {}
+    seen = []
+    with pytest.raises(ValueError, match="temperature has 3 numbers and there are 4 prompts"):
+        getattr(decoder, call)([[1]] * 4, 9, on_round=seen.append, **more)
+    assert not seen
+
+
 @pytest.mark.parametrize("executor", [Serial(), Pipelined(2), Optimistic()], ids=repr)
 def test_requests_of_all_temperatures_share_a_batch(executor, target):
     """Under ``Coupled`` a row's text is that of the row alone, at its own temperature, also when others have left."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, Literal
 
 import torch
@@ -107,10 +108,12 @@ class Pipelined:
                 request = scheduler.prefill(number, micro_batch, limits)
                 scheduler.go_on(micro_batch, request, limits)
                 yield request.round
+                scheduler.clock = perf_counter()  # the consumer's time belongs to no round
             while scheduler.running:
                 micro_batch, request = scheduler.verify(limits)
                 scheduler.go_on(micro_batch, request, limits)
                 yield request.round
+                scheduler.clock = perf_counter()
         finally:
             scheduler.stop()
 

@@ -24,6 +24,14 @@ class Clock(Protocol):
     def seconds(self, method: str, batch: int, context: float, k: int) -> float: ...
 
 
+@runtime_checkable
+class Uncertain(Protocol):
+    """A clock that states its error: of the logarithm of the ratio of two methods' round times, over all pairs (``None``: unknown), and by pair."""
+
+    error: float | None
+    errors: Mapping[tuple[str, str], float]
+
+
 @dataclass(frozen=True, eq=False)
 class Decision:
     """Rows of ``decide``, best first at each place; printed, it says what to use where."""
@@ -186,5 +194,7 @@ def _repeats(clock: Times, name: str, batch: int, context: int, k: int) -> Seque
 def _error(clock: Clock, one: str, other: str) -> float:
     """A model's standard error of the logarithm of the ratio of two methods' round times; 0 of a clock that states none. One method at two lengths has
     the error of any two methods."""
-    known: Mapping[tuple[str, ...], float] = getattr(clock, "errors", None) or {}
-    return known.get(tuple(sorted((one, other))), getattr(clock, "error", None) or 0.0)
+    if not isinstance(clock, Uncertain):
+        return 0.0
+    first, second = sorted((one, other))
+    return clock.errors.get((first, second), clock.error or 0.0)

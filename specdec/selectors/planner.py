@@ -54,12 +54,14 @@ class Plan(NamedTuple):
 
 class State(NamedTuple):
     """``shared``: ``[kinds, drafts, 1 + K, 2]``, rounds (asked, with a proposal) and by position (tested, accepted), of all rows of a kind; ``own``: request ->
-    ``[drafts, 6]``; ``kind``: request -> number of its kind; ``ends``: request -> longest length of its text."""
+    ``[drafts, 6]``; ``kind``: request -> number of its kind; ``ends``: request -> longest length of its text;
+    ``used``: request -> the draft of its last choice, -1 for none."""
 
     shared: np.ndarray
     own: dict[int, np.ndarray]
     kind: dict[int, int]
     ends: dict[int, int]
+    used: dict[int, int]
     plan: Plan | None
 
 
@@ -143,7 +145,7 @@ class Planner:
     def init(self, arms: int) -> State:
         if arms != len(self.arms):
             raise ValueError(f"arms is {arms}: the selector is made for {len(self.arms)}")
-        return State(np.zeros((len(self.kinds), self._drafts, 1 + self._longest, 2)), {}, {}, {}, None)
+        return State(np.zeros((len(self.kinds), self._drafts, 1 + self._longest, 2)), {}, {}, {}, {}, None)
 
     def enter(self, state: State, request: Tensor, length: Tensor) -> State:
         """Learn how long the texts of requests may become, prompts included."""
@@ -166,9 +168,8 @@ class Planner:
         if last is not None and not (self._draft[last.arm] >= 0).any():
             # Nothing was learned: the shared counts fade, and the estimates return to the prior.
             state = state._replace(shared=faded(state.shared, last.rows * last.stands))
-        used = dict(zip(last.request, self._draft[last.arm].tolist())) if last else {}
         for b, r in enumerate(requests):
-            if r in state.own and (d := used.get(r, -1)) >= 0:
+            if r in state.own and (d := state.used.get(r, -1)) >= 0:
                 own[b, d, READ] = length[b]  # it has read on
         state = state._replace(kind=state.kind | self._named(state, context, requests))
         plan = self._plan(state, requests, own, length)
@@ -177,7 +178,9 @@ class Planner:
         same = same and all(r in state.own for r in requests)
         stands = min(2 * last.stands, 4 * self.hold_rounds) if last and same else self.hold_rounds
         state = state._replace(
-            own=state.own | dict(zip(requests, own)), plan=plan._replace(arm=arm, stands=stands)
+            own=state.own | dict(zip(requests, own)),
+            used=state.used | dict(zip(requests, self._draft[arm].tolist())),
+            plan=plan._replace(arm=arm, stands=stands),
         )
         return torch.from_numpy(arm), torch.ones(B), state
 
@@ -217,6 +220,7 @@ class Planner:
             own={r: mine for r, mine in state.own.items() if r not in gone},
             kind={r: kind for r, kind in state.kind.items() if r not in gone},
             ends={r: end for r, end in state.ends.items() if r not in gone},
+            used={r: draft for r, draft in state.used.items() if r not in gone},
         )
 
     def explain(self, state: State, request: int, names: Sequence[str] = ()) -> str:

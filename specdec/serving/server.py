@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from fractions import Fraction
-from functools import cached_property
 from time import perf_counter, sleep
 from typing import Any
 
@@ -25,10 +24,9 @@ from specdec.executors.pipelined import Pipelined
 from specdec.executors.round import MicroBatch
 from specdec.executors.scheduler import Scheduler
 from specdec.executors.worker import DraftRequest, InlineWorker
-from specdec.prompts import prepared, rows_of
+from specdec.prompts import by_request, prepared, rows_of
 from specdec.protocols import PooledCache
 from specdec.rng import Philox, seeds
-from specdec.sampling import Sampling
 from specdec.serving.arrivals import Arrivals
 from specdec.serving.requests import Finished, Request
 from specdec.serving.settings import Settings, micro_batches_of, rules_of
@@ -55,6 +53,7 @@ class Server:
     ):
         self.composition, self.executor, self.settings = composition, executor, settings
         self.selection = composition.begin(settings.limit)
+        self._by_request = by_request(composition)
         self.arrivals = Arrivals(requests, settings.admission, lambda: self.time)
         self.places = [Place(number) for number in range(micro_batches_of(executor, settings))]
         self.rows = -(-settings.limit // len(self.places))  # of a micro-batch at most
@@ -261,16 +260,6 @@ class Server:
         if eos is not None or strings is not None:
             self.limits.own[index] = limits
         return context, seed
-
-    @cached_property
-    def _by_request(self) -> list[Sampling]:
-        """The samplings that have a temperature for each request: the decoder's, and those of drafts."""
-        drafting = [part.info.sampling for part in self.composition.drafting.parts]
-        return [
-            one
-            for one in (self.composition.sampling, *drafting)
-            if isinstance(one, Sampling) and one.by_request
-        ]
 
     def _seed(self, index: int, request: Request) -> Tensor:
         """``[1]``: the seed of ``generate(prompt, seed=request.seed)``, or of row ``index`` of a batch with the stream's seed."""

@@ -9,6 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
+from specdec.stop_rules import special_tokens
+
 LOST = "\ufffd"  # stands for bytes that are no whole character
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 
@@ -38,8 +40,7 @@ class Codec:
             self.decode = partial(
                 tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
-        added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.special = added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens))
+        self.special = special_tokens(tokenizer)
         self.letter, self.line = self.encode("a"), self.encode("\n")
         self.before = self.decode(self.letter)
         self.adds, self.doubles = (self.text(self.encode(x), True) == " " + x for x in ("x", " x"))
