@@ -84,9 +84,8 @@ class Study:
     def text(self, stage: Stage) -> None:
         """A tokenizer and token streams, in the folders of ``Streams``."""
         megabytes = 0.3 if stage.toy else 120.0
-        until = monotonic() + (
-            60.0 if stage.toy else 0.3 * (stage.deadline - monotonic())
-        )  # the rest is for tokens
+        # Reading ends early enough to leave time for the tokens.
+        until = monotonic() + (60.0 if stage.toy else 0.3 * (stage.deadline - monotonic()))
         texts = list(sources(megabytes, stage.seed, not stage.toy, until))
         held, rest = texts[: max(2, len(texts) // 50)], texts[max(2, len(texts) // 50) :]
         Path(self.s.work, "shards").mkdir(parents=True)

@@ -39,9 +39,8 @@ def run(stage: Stage) -> None:
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     if stage.folder is not None:
         (stage.folder / TRACES).unlink(missing_ok=True)  # an earlier run's
-    if (
-        stage.device.type == "cuda"
-    ):  # graphs that are made before the first profile may hide their kernels from it
+    # Graphs that are made before the first profile may hide their kernels from it.
+    if stage.device.type == "cuda":
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]):
             torch.zeros(1, device=stage.device)
     made = {name: decoder for name, decoder in decoders(stage).items() if name in PROFILED}

@@ -63,9 +63,8 @@ def pool_run(
     out = decoder.generate(list(rows), tokens, seed=seed, eos_token_id=(), on_round=mark, selection=selection)
     start, _, _, before = max(mark for mark in marks if mark[1] == 0)
     made = sum(tokens for at, _, tokens, _ in marks if at > start)
-    parts = sum(
-        not number for _, number, _, _ in marks
-    )  # a pipeline's micro-batches have rounds of their own
+    # In a pipeline each micro-batch has its own prefill and its own rounds.
+    parts = sum(not number for _, number, _, _ in marks)
     rounds = len(marks) / parts - 1
     return PoolRun(made, marks[-1][0] - start, out.stats, arms, out.ids, marks[-1][3] - before, rounds)
 
