@@ -93,6 +93,7 @@ class Stage:
         except (Exception, SystemExit) as error:
             if isinstance(error, SystemExit) and not isinstance(error.code, str):
                 raise  # the process is to end
+            traceback.print_exc()
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
             if type(error).__name__ in TOO_LARGE:
