@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -410,7 +411,9 @@ def test_a_stage_that_does_not_stop_is_ended(suite, monkeypatch, tmp_path):
                 "-c",
                 code if "a" in words else "raise SystemExit(3)",
                 words[words.index("--rows") + 1],
-            ]
+            ],
+            stdin=how["stdin"],
+            text=True,
         )
 
     monkeypatch.setattr(suite.subprocess, "Popen", popen)
@@ -441,29 +444,34 @@ def test_the_gpu_suites_commands_end_in_nine_minutes_and_leave_no_stage_out(suit
 def test_stages_run_at_the_same_time_and_share_their_cases(suite, monkeypatch, tmp_path):
     """Each process says which share is its; all rows are in the report."""
     start, asked, threads = subprocess.Popen, [], []
-    code = "import json, sys; open(sys.argv[1], 'a').write(json.dumps({'stage': sys.argv[2], 'case': sys.argv[3]}) + chr(10))"
+    code = (
+        "import json, sys; said = sys.stdin.readline(); "
+        "open(sys.argv[1], 'a').write(json.dumps({'stage': sys.argv[2], 'case': sys.argv[3], 'until': said}) + chr(10))"
+    )
 
     def popen(words, **how):
         threads.append(how["env"].get("OMP_NUM_THREADS"))
         said = [words[words.index(option) + 1] for option in ("--rows", "--stages", "--share")]
         asked.append(said[1:])
-        return start([sys.executable, "-S", "-c", code, *said])
+        return start([sys.executable, "-S", "-c", code, *said], stdin=how["stdin"], text=how["text"])
 
     monkeypatch.setattr(suite.subprocess, "Popen", popen)
     monkeypatch.setattr(suite, "BEGAN", monotonic())
     monkeypatch.setattr(suite, "SHARES", {"a": 2})
     monkeypatch.setenv("OMP_NUM_THREADS", "9")
     put = []
-    suite.processes(suite.Settings(device="cuda"), ["a", "t"], monotonic() + 60, put.append)
+    suite.processes(suite.started(suite.Settings(device="cuda"), "a+t"), monotonic() + 60, put.append)
     assert asked == [["a", "0/2"], ["a", "1/2"], ["t", "0/1"]]
     assert threads == ["2", "2", "9"]  # those that share cases share the cores
     assert sorted((r["stage"], r["case"]) for r in put) == [("a", "0/2"), ("a", "1/2"), ("t", "0/1")]
+    assert all(float(r["until"]) > monotonic() for r in put)  # they begin when they are told to
 
 
 def test_a_stage_in_a_process_of_its_own_puts_files_beside_the_report(suite, monkeypatch, tmp_path):
     words, folders = [], []
     monkeypatch.setattr(suite.subprocess, "Popen", lambda said, **_: words.extend(said))
-    child = suite.Child(suite.Settings(json=str(tmp_path / "out" / "g.json"), device="cpu"), "p", "0/1", 1.0)
+    child = suite.Child(suite.Settings(json=str(tmp_path / "out" / "g.json"), device="cpu"), "p", "0/1")
+    monkeypatch.setattr(suite.sys, "stdin", io.StringIO("1.0\n"))
     monkeypatch.setattr(suite.sys, "argv", words[1:])
     monkeypatch.setattr("recipes.gpu.profiles.run", lambda stage: folders.append(stage.folder))
     monkeypatch.setattr("recipes.gpu.tied.tie", lambda: None)

@@ -188,7 +188,7 @@ def test_two_runs_at_the_same_time(models):
 def test_on_cuda_workers_have_a_stream_of_their_own():
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    target, small = (sd.HFModel(tiny("llama", 0, num_hidden_layers=n).cuda()) for n in (2, 1))
+    target, small = (sd.HFModel(tiny("llama", 0, num_hidden_layers=n).cuda().float()) for n in (2, 1))
     base = sd.decoder(target).draft(small, 3).verifier(sd.Coupled())
     same(*(b.build().generate(PROMPTS, BUDGETS, seed=3) for b in (base, base.executor(Pipelined(3)))))
 

@@ -212,6 +212,7 @@ def test_defaults_follow_the_device(monkeypatch):
     triton = importlib.util.find_spec("triton") is not None
     gpu = torch.device("cuda", 1)
     assert capture_named("auto", gpu) == ("cuda" if triton else None)
+    assert capture_named("auto", gpu, torch.float64) is None  # for which there is no kernel
     assert capture_named("auto", torch.device("cpu")) is None
     for how in (sd.HFModel, sd.HFModel.from_pretrained, sd.drafts.Spire):
         assert inspect.signature(how).parameters["graphs"].default == "auto"

@@ -705,7 +705,7 @@ def test_a_round_over_pages_waits_once(draft, how, monkeypatch):
 def test_a_stack_has_no_steps(monkeypatch):
     """Which member reads a row is known on the host only, also where the default is graphs."""
     monkeypatch.setattr(
-        "specdec.graphs.programs.capture_named", lambda graphs, device: None if graphs is False else "eager"
+        "specdec.graphs.programs.capture_named", lambda graphs, *_: None if graphs is False else "eager"
     )
     members = [sd.HFModel(tiny("llama", seed, torch.float32)) for seed in (0, 1)]
     assert members[0].steps is not None

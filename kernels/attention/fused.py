@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from specdec.kernels.attention.plan import AttentionPlan, Segment
 from specdec.kernels.attention.reach import Reach
 
 # Queries a row up to which folding pays; its mask is as many times larger as there are heads to fold.
 FOLD = 16
+ALIGNED = 8  # numbers of 16 bits in 16 bytes
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # it alone returns its log-sum-exp
 
@@ -50,6 +51,8 @@ def fused(
         mask = None
         if not causal:
             mask = plan.mask(*asked) if group == 1 else plan.folded_mask(*asked, group)
+            if mask is not None and not mask.is_cpu:
+                mask = _aligned(mask)
         known = mask, causal, 1 if causal else group
         if plan.ordered:  # otherwise visibility may differ between layers
             plan.known[key] = known
@@ -67,6 +70,12 @@ def fused(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
         )
     return out if group == 1 else out.reshape(q.shape[0], -1, s.queries, out.shape[-1]), total
+
+
+def _aligned(mask: Tensor) -> Tensor:
+    """A copy of a mask whose rows begin at multiples of 16 bytes: cuDNN's kernels read others from misaligned addresses."""
+    n = mask.shape[-1]
+    return pad(mask, (0, ALIGNED - n % ALIGNED))[..., :n]
 
 
 def _views(

@@ -85,7 +85,7 @@ class Study:
         """A tokenizer and token streams, in the folders of ``Streams``."""
         megabytes = 0.3 if stage.toy else 120.0
         # Reading ends early enough to leave time for the tokens.
-        until = monotonic() + (60.0 if stage.toy else 0.3 * (stage.deadline - monotonic()))
+        until = monotonic() + (60.0 if stage.toy else max(2.0, 0.3 * (stage.deadline - monotonic())))
         texts = list(sources(megabytes, stage.seed, not stage.toy, until))
         held, rest = texts[: max(2, len(texts) // 50)], texts[max(2, len(texts) // 50) :]
         Path(self.s.work, "shards").mkdir(parents=True)

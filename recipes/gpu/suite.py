@@ -17,7 +17,7 @@ f  batch-invariant bf16: sampled speculative output equal to plain decoding's to
 d  the paper's shapes: train a 67 M target and drafts on local Python source, tau, and the measured grid beside the model
 e  SPIN's decomposition, and its pipeline on streams
 
-A stage stops when its --minutes are over (its parts have fixed shares of them), counted from the start of the process, and its
+A stage stops when its --minutes are over (its parts have fixed shares of them), counted from the end of the stage before, and its
 process is ended at most 45 seconds later; time that a stage overruns is taken from the next one, so the whole run ends at most 45
 seconds after the sum. seconds are medians; floor_seconds is a lower bound (bytes at the rate of a copy, or FLOPs at that of a matrix
 product); share_of_floor = floor_seconds / seconds; max_error is the largest, over the vectors of an output, of
@@ -37,6 +37,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
@@ -75,7 +76,6 @@ class Settings:
     merge: tuple[str, ...] = ()
     rows: str | None = None  # in a stage's own process: the file for its rows
     share: str = "0/1"  # in a stage's own process: which of how many shares of its cases
-    until: float = 0.0  # in a stage's own process: its deadline, by the system-wide monotonic clock
 
 
 def main(s: Settings) -> int:
@@ -85,14 +85,17 @@ def main(s: Settings) -> int:
     if unknown:
         raise SystemExit(f"--stages {s.stages}: there is no stage {unknown[0]!r}, but {', '.join(STAGES)}")
     minutes = minutes_of(s.minutes, together)
+    ready(s.device)
     if s.rows is not None:
         from recipes.gpu.tied import tie
 
         tie()
-        with open(s.rows, "a", encoding="utf-8") as file:
-            stage(s, names[0], s.until, _keeper(file))
+        importlib.import_module(f"recipes.gpu.{STAGES[names[0]]}")  # while the stage before it runs
+        said = sys.stdin.readline()
+        if said:
+            with open(s.rows, "a", encoding="utf-8") as file:
+                stage(s, names[0], float(said), _keeper(file))
         return 0
-    ready(s.device)
     if s.device == "cuda" and names:
         import torch
 
@@ -104,15 +107,22 @@ def main(s: Settings) -> int:
     report = Report(s.json, s.seed, s.toy, not s.toy and s.device == "cuda", s.merge)
     isolated = s.device == "cuda" if s.isolated is None else s.isolated
     end = BEGAN
-    for part in together:
-        began, end = monotonic(), end + 60 * minutes[part]
-        until = min(end, began + 60 * minutes[part])
-        if isolated:
-            processes(s, part.split("+"), until, report.add)
-        else:
-            for name in part.split("+"):
-                stage(s, name, until, report.add)
-        print(f"stage {part}: {monotonic() - began:.0f} s", flush=True)
+    first, *others = [*together, ""]
+    children = started(s, first) if isolated else []
+    try:
+        for part, after in zip(together, others):
+            began, end = monotonic(), end + 60 * minutes[part]
+            until = min(end, began + 60 * minutes[part])
+            if isolated:
+                now, children = children, started(s, after)
+                processes(now, until, report.add)
+            else:
+                for name in part.split("+"):
+                    stage(s, name, until, report.add)
+            print(f"stage {part}: {monotonic() - began:.0f} s", flush=True)
+    finally:
+        for child in children:
+            child.close()
     report.write()
     print("\nbars:")
     for bar in report.bars:
@@ -160,14 +170,17 @@ def stage(s: Settings, name: str, until: float, put: Callable[[Row], None]) -> N
         importlib.import_module(f"recipes.gpu.{STAGES[name]}").run(one)
 
 
-def processes(s: Settings, names: list[str], until: float, put: Callable[[Row], None]) -> None:
+def started(s: Settings, part: str) -> list[Child]:
+    """The processes of a part's stages, which import what they need and wait; none for no part."""
+    of = {name: SHARES.get(name, 1) if s.device == "cuda" else 1 for name in part.split("+") if name}
+    return [Child(s, name, f"{number}/{count}") for name, count in of.items() for number in range(count)]
+
+
+def processes(children: list[Child], until: float, put: Callable[[Row], None]) -> None:
     """Run stages at the same time, each in its own process or in several, so that neither a device error nor a hang affects the others."""
-    shares = {name: SHARES.get(name, 1) if s.device == "cuda" else 1 for name in names}
-    children: list[Child] = []
     try:
-        for name, of in shares.items():
-            for number in range(of):
-                children.append(Child(s, name, f"{number}/{of}", until))
+        for child in children:
+            child.begin(until)
         running = children
         while running:
             sleep(POLL)
@@ -180,15 +193,23 @@ def processes(s: Settings, names: list[str], until: float, put: Callable[[Row], 
 class Child:
     """A stage, or a share of its cases, in a process of its own; its rows come through a temporary file."""
 
-    def __init__(self, s: Settings, name: str, share: str, until: float):
+    def __init__(self, s: Settings, name: str, share: str):
         self.name, self.rest = name, ""
         self.file = tempfile.NamedTemporaryFile("r", suffix=f".{name}.jsonl", encoding="utf-8")  # noqa: SIM115
         words = [sys.executable, __file__, "--stages", name, "--seed", str(s.seed), "--device", s.device]
-        words += ["--rows", self.file.name, "--share", share, "--until", str(until)]
+        words += ["--rows", self.file.name, "--share", share]
         words += [] if s.json is None else ["--json", s.json]  # files beside the report
         # Several processes share the cores with those of another stage.
         few = {} if share.endswith("/1") else {"OMP_NUM_THREADS": "2"}
-        self.process = subprocess.Popen([*words, *(["--toy"] if s.toy else [])], env={**os.environ, **few})
+        self.process = subprocess.Popen(
+            [*words, *(["--toy"] if s.toy else [])], env={**os.environ, **few}, stdin=subprocess.PIPE, text=True
+        )
+
+    def begin(self, until: float) -> None:
+        """Run the stage, with this deadline by the system-wide monotonic clock."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended, and ``read`` says how
+            print(until, file=self.process.stdin, flush=True)
 
     def read(self, until: float, put: Callable[[Row], None]) -> bool:
         """Put the new rows, and whether it is still running."""
@@ -209,6 +230,9 @@ class Child:
         """End the process if it runs, and delete its file."""
         self.process.kill()
         self.process.wait()
+        if self.process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self.process.stdin.close()
         self.file.close()
 
 
@@ -276,7 +300,6 @@ def settings() -> Settings:
     )
     parser.add_argument("--rows", help=argparse.SUPPRESS)
     parser.add_argument("--share", default=d.share, help=argparse.SUPPRESS)
-    parser.add_argument("--until", type=float, default=d.until, help=argparse.SUPPRESS)
     s = Settings(**vars(parser.parse_args()))
     if s.command:
         s.stages, s.minutes = COMMANDS[s.command]

@@ -345,9 +345,9 @@ def steps_for(
     """
     if graphs is False:
         return None
-    name = capture_named(graphs, device)
+    name = capture_named(graphs, device, model.dtype)
     forward = path.capturable()
-    why = forward if isinstance(forward, str) else _why_not(model, device, attention)
+    why = forward if isinstance(forward, str) else _why_not(model, device, attention, name)
     if kv_dtype is not None:  # a step on a GPU has no other kernel
         why = why or triton_backend.reads(device, model.dtype, kv_dtype)
     if name is None or (graphs == "auto" and why):
@@ -358,8 +358,10 @@ def steps_for(
     return Steps(forward, device, name)
 
 
-def capture_named(graphs: bool | str, device: torch.device) -> str | None:
-    """The entry of ``CAPTURES`` for an argument ``graphs``; ``None``: no capture.
+def capture_named(
+    graphs: bool | str, device: torch.device, dtype: torch.dtype = torch.float32
+) -> str | None:
+    """The entry of ``CAPTURES`` for an argument ``graphs`` and a model; ``None``: no capture.
 
     Raises:
         ValueError: there is no such entry.
@@ -367,7 +369,8 @@ def capture_named(graphs: bool | str, device: torch.device) -> str | None:
     if graphs not in (False, True, "auto", *CAPTURES):
         raise ValueError(f"graphs is {graphs!r}: give False, True, 'auto', or one of {', '.join(CAPTURES)}")
     if graphs == "auto":
-        return "cuda" if device.type == "cuda" and find_spec("triton") is not None else None
+        able = find_spec("triton") is not None and dtype in triton_backend.DTYPES
+        return "cuda" if device.type == "cuda" and able else None
     return "cuda" if graphs is True else graphs or None
 
 
@@ -388,9 +391,11 @@ def _out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def _why_not(model: Any, device: torch.device, attention: str) -> str | None:
+def _why_not(model: Any, device: torch.device, attention: str, capture: str | None) -> str | None:
     if attention not in ("auto", "triton"):
         return f"attention is {attention!r}, and only the Triton kernel (or 'auto') can be captured"
+    if capture == "cuda" and model.dtype not in triton_backend.DTYPES:
+        return f"the model is {model.dtype}, and the kernel of captured steps takes float32, float16 and bfloat16"
     if any(p.device != device for p in model.parameters()) or setting(model, "_hf_hook") is not None:
         return "the model is spread over devices"
     return None

@@ -131,7 +131,8 @@ class Head:
                 f"draft {type(self.model).__name__!r} reads the target's activations, and the target is a {type(target).__name__}: give an HFModel"
             )
         model = self.model.bound(target)
-        capture, model.kernels, programs = capture_named(self.graphs, model.device), None, None
+        capture = capture_named(self.graphs, model.device, model.dtype)
+        model.kernels = programs = None
         if capture is not None and not self.bf16_weights:  # graphs cannot capture C code
             programs = Programs(model.device, capture)
         else:

@@ -89,7 +89,8 @@ class Spire:
                 f"draft 'spire' reads the target's activations, and the target is a {type(target).__name__}: give an HFModel"
             )
         self.model.check_target(target)
-        capture = None if self.bf16_weights else capture_named(self.graphs, self.model.device)
+        here = self.model.device, self.model.dtype
+        capture = None if self.bf16_weights else capture_named(self.graphs, *here)
         programs = None if capture is None else Programs(self.model.device, capture)
         model = self.model
         if self.bf16_weights is not False and capture is None and model.narrow is None:
