@@ -202,7 +202,10 @@ class Child:
         # Several processes share the cores with those of another stage.
         few = {} if share.endswith("/1") else {"OMP_NUM_THREADS": "2"}
         self.process = subprocess.Popen(
-            [*words, *(["--toy"] if s.toy else [])], env={**os.environ, **few}, stdin=subprocess.PIPE, text=True
+            [*words, *(["--toy"] if s.toy else [])],
+            env={**os.environ, **few},
+            stdin=subprocess.PIPE,
+            text=True,
         )
 
     def begin(self, until: float) -> None:

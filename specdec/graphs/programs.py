@@ -358,9 +358,7 @@ def steps_for(
     return Steps(forward, device, name)
 
 
-def capture_named(
-    graphs: bool | str, device: torch.device, dtype: torch.dtype = torch.float32
-) -> str | None:
+def capture_named(graphs: bool | str, device: torch.device, dtype: torch.dtype = torch.float32) -> str | None:
     """The entry of ``CAPTURES`` for an argument ``graphs`` and a model; ``None``: no capture.
 
     Raises:
