@@ -47,25 +47,31 @@ def main(s: Settings) -> list[dict[str, Any]]:
             for name, decoder in decoders.items():
                 out = decoder.generate(texts[domain], s.tokens, seed=s.seed + repeat, eos_token_id=())
                 if repeat:
-                    runs.setdefault((name, domain), []).append(out.stats)
+                    runs.setdefault((name, domain), []).append(out)
     rows = [
         {
             "draft": name,
             "domain": domain,
-            "tau": median(x.tau for x in stats),
-            "goodput": median(x.tokens_per_second for x in stats),
-            "draft_milliseconds": 1e3 * median(x.seconds["draft"] / x.rounds * s.batch for x in stats),
-            "verify_milliseconds": 1e3
-            * median((x.seconds["target"] + x.seconds["verify"]) / x.rounds * s.batch for x in stats),
+            "tau": median(x.stats.tau for x in made),
+            "goodput": median(x.stats.tokens_per_second for x in made),
+            "draft_milliseconds": median(milliseconds(x, "draft") for x in made),
+            "verify_milliseconds": median(milliseconds(x, "target", "verify") for x in made),
             "batch": s.batch,
             "context": s.context,
         }
-        for (name, domain), stats in runs.items()
+        for (name, domain), made in runs.items()
     ]
     rows += summary(rows, names)
     print(table(rows, ("draft", "domain", "tau", "goodput", "best_fixed", "headroom")))
     s.save(rows)
     return rows
+
+
+def milliseconds(made: sd.Generation, *stages: str) -> float:
+    """Of a round of the batch, in some stages."""
+    return (
+        1e3 * sum(made.stats.seconds[stage] for stage in stages) / max(one.rounds for one in made.row_stats)
+    )
 
 
 def summary(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:

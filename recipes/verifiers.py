@@ -9,6 +9,7 @@ verifier's of the same drafting, with 95 % intervals by bootstrap over prompts, 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -55,6 +56,12 @@ def ways(small: sd.HFModel) -> dict[str, tuple[Any, int, tuple[Any, ...]]]:
     }
 
 
+def in_turn(names: list[str], turn: int) -> list[str]:
+    """Another one comes first at each turn."""
+    at = turn % len(names)
+    return names[at:] + names[:at]
+
+
 def main(s: Settings) -> None:
     s.begin()
     target, small = sd.HFModel(*zoo.load("pocket-target")), sd.HFModel(*zoo.load(s.draft))
@@ -67,25 +74,31 @@ def main(s: Settings) -> None:
             base = sd.decoder(target).draft(draft, length).sampling(temperature=temperature)
             decoders = {v.info.name: base.verifier(v).build() for v in verifiers}
             rounds = {name: np.zeros(len(prompts)) for name in decoders}
-            stats = {name: sd.Stats() for name in decoders}
-            starts = range(0, len(prompts), s.batch)
-            for repeat, (name, decoder), start in product(range(s.repeats), decoders.items(), starts):
-                progress(f"{drafting}, {name}, run {repeat + 1} of {s.repeats}")
+            stats, calls = {name: sd.Stats() for name in decoders}, Counter[str]()
+            for decoder in decoders.values():  # to warm up
+                decoder.generate(prompts[: s.batch], length + 1, seed=s.seed, eos_token_id=())
+            for turn, (repeat, start) in enumerate(
+                product(range(s.repeats), range(0, len(prompts), s.batch))
+            ):
                 some = prompts[start : start + s.batch]
                 seeds = [1_000_003 * (repeat + 1) + s.seed + start + i for i in range(len(some))]
-                out = decoder.generate(some, s.new_tokens + 1, seed=seeds, eos_token_id=())
-                stats[name] += out.stats
-                rounds[name][start : start + len(some)] += [one.rounds for one in out.row_stats]
+                for name in in_turn(list(decoders), turn):
+                    progress(f"{drafting}, {name}, run {repeat + 1} of {s.repeats}")
+                    out = decoders[name].generate(some, s.new_tokens + 1, seed=seeds, eos_token_id=())
+                    mine = [one.rounds for one in out.row_stats]
+                    rounds[name][start : start + len(some)] += mine
+                    stats[name] += out.stats
+                    calls[name] += max(mine)
             progress()
             tokens = np.full(len(prompts), float(s.repeats * s.new_tokens))
             first = np.stack([tokens, next(iter(rounds.values()))])
             for name, mine in rounds.items():
-                made, calls = stats[name], sum(mine) / min(s.batch, len(prompts))
+                made = stats[name]
                 found = efficiency([np.stack([tokens, mine])] * 2, [first] * 2, clusters)
                 rows.append({
                     "drafting": drafting, "temperature": temperature, "verifier": name, "nodes": base.build().draft.info.nodes(length),
                     "tau": found["tau"], "low": found["tau_low"], "high": found["tau_high"], "ratio": found["ratio"],
-                    "ratio_low": found["ratio_low"], "ratio_high": found["ratio_high"], "verify_ms": 1000 * made.seconds["verify"] / calls,
+                    "ratio_low": found["ratio_low"], "ratio_high": found["ratio_high"], "verify_ms": 1000 * made.seconds["verify"] / calls[name],
                     "tokens_per_second": made.tokens_per_second, "prompts": len(prompts), "batch": s.batch,
                 })  # fmt: skip
             print(table(rows[-len(decoders) :], COLUMNS.split()), "\n", flush=True)
