@@ -9,8 +9,15 @@ from typing import Any
 import torch
 
 STREAMS = 32  # PyTorch has so many on each device, and hands them out in turn
-_held: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
+_held: weakref.WeakValueDictionary[tuple[int, int], _Use] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
+
+
+class _Use:
+    """Exists as long as the stream that holds it.
+
+    PyTorch 2.11 frees streams and events without clearing weak references to them (pytorch#183403), so there must be none.
+    """
 
 
 def own_stream(device: torch.device | None = None) -> Any:
@@ -27,7 +34,7 @@ def own_stream(device: torch.device | None = None) -> Any:
             stream = torch.cuda.Stream(device)
             name = (stream.device_index, stream.cuda_stream)
             if name not in _held:
-                _held[name] = stream
+                _held[name] = stream.use = _Use()
                 return stream
     raise RuntimeError(
         f"all {STREAMS} streams of {device or 'the device'} are in use, by drafting threads and models with graphs: end some of them, "

@@ -183,6 +183,7 @@ class Parts:
             s.tokens,
             s.calibrate,
             seed=s.seed,
+            refilled=requests is not None,
         )
         torch.set_num_threads(1)
         return made.decoder

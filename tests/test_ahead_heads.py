@@ -12,7 +12,18 @@ from test_fast_heads import shake
 from tiny import tiny
 
 import specdec as sd
-from specdec.drafts.heads import MTP, DFlash, DynamicTree, Eagle3, Head, Medusa, PEagle
+from specdec.drafts.heads import (
+    MTP,
+    Chain,
+    DFlash,
+    DFlash2,
+    DSpark,
+    DynamicTree,
+    Eagle3,
+    Head,
+    Medusa,
+    PEagle,
+)
 from specdec.drafts.heads.layers import config_like
 from specdec.drafts.heads.slots import PIECE
 from specdec.executors import Ahead
@@ -30,6 +41,12 @@ HEADS = {
     "strided": (Eagle3, {"mask": Causal() & Window(9) & (Strided(3) | Sinks(1)), "blocks": 2}),
     "mtp": (MTP, {}),
     "state before the norm": (MTP, {"taps": (2,), "norm_output": False, "hidden_first": True}),
+    "peagle": (PEagle, {"depth": 6}),
+    "dflash": (DFlash, {"blocks": 2, "block_size": 9}),
+    "dflash, window": (DFlash, {"block_size": 7, "mask": streaming(6, 2), "blocks": 2}),
+    "dflash2": (DFlash2, {"blocks": 1, "block_size": 7, "anchor_first": True, "top_k": 40}),
+    "dspark": (DSpark, {"blocks": 1, "rank": 8, "markov": "rnn"}),
+    "dspark, strided": (DSpark, {"blocks": 1, "mask": Causal() & Window(9) & (Strided(3) | Sinks(1))}),
 }
 
 
@@ -67,6 +84,12 @@ def accepted(made):
         ("own ends", "eager", 1, sd.verifiers.FusedRejection(), 1.0),
         ("mtp", "eager", 6, sd.Coupled(), 0.7),
         ("state before the norm", "eager", 5, sd.Rejection(), 1.0),
+        ("peagle", "recorded", 5, sd.Rejection(), 1.0),
+        ("dflash", "eager", 6, sd.verifiers.FusedRejection(), 1.0),
+        ("dflash, window", "eager", 6, sd.Coupled(), 1.0),
+        ("dflash2", "recorded", 6, sd.Rejection(), 1.0),
+        ("dspark", "eager", 6, sd.Rejection(), 1.0),
+        ("dspark, strided", "eager", 7, sd.Coupled(), 0.7),
         *(
             pytest.param(name, graphs, length, verifier, 1.0, marks=pytest.mark.slow)
             for name in HEADS
@@ -102,7 +125,9 @@ def test_a_reduced_vocabulary():
 
 
 @pytest.mark.parametrize("graphs", ["eager", pytest.param("recorded", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["window", "strided", pytest.param("one position", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["window", "strided", "dflash, window", pytest.param("one position", marks=pytest.mark.slow)]
+)
 def test_rings_that_wrap(monkeypatch, name, graphs):
     """As long as chains may be: one position more, and a slot would be overwritten that is still seen."""
     from specdec.drafts.heads import slots, whole_round
@@ -110,7 +135,8 @@ def test_rings_that_wrap(monkeypatch, name, graphs):
     for module in (slots, whole_round):
         monkeypatch.setattr(module, "PIECE", 4)
     prompts, budgets = [[5, 6, 7, 8, 9], [3]], [20, 30]
-    _, made = same_rounds(builder_of(name, graphs), prompts, budgets, eos_token_id=())
+    more = {"block_size": 4} if "dflash" in name else {}
+    _, made = same_rounds(builder_of(name, graphs, **more), prompts, budgets, eos_token_id=())
     assert accepted(made) > 8
 
 
@@ -153,10 +179,20 @@ def test_one_memory_and_its_captures_serve_every_call():
     assert not after & before
 
 
+@pytest.mark.parametrize("name", ["peagle", "dflash"])
+def test_blocks_at_the_end_of_the_memory(name):
+    """The last blocks are longer than what is left of the memory for the text."""
+    more = {"depth": 20} if name == "peagle" else {"block_size": 20}
+    builder = builder_of(name, length=2, **more)
+    _, made = same_rounds(builder, [[3], [4, 5]], [60, 59], eos_token_id=())
+    assert made[1].finish == ["length", "length"]
+
+
 @pytest.mark.slow
-def test_longer_requests_leave_no_memory_behind():
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_longer_requests_leave_no_memory_behind(name):
     """A captured round holds the head's memory and the target's, so a longer text may not make one of them anew and keep the other."""
-    decoder = builder_of().executor(Ahead()).build()
+    decoder = builder_of(name).executor(Ahead()).build()
     for most in range(8, 56, 8):
         for _ in range(2):
             decoder.generate(PROMPTS, most, seed=3, eos_token_id=())
@@ -220,6 +256,10 @@ class OwnMedusa(Medusa):
     pass
 
 
+class OwnDFlash(DFlash):
+    pass
+
+
 def own(b, h, q, kv):
     return kv % 3 == 0
 
@@ -237,9 +277,12 @@ REFUSED = {
         lambda t: Head(eagle3(t, mask=Causal() & (Window(4) | own)), graphs="eager"),
         "runs the library's masks",
     ),
-    "peagle": (lambda t: Head(PEagle.from_target(t), graphs="eager"), "head is a PEagle"),
+    "stop": (
+        lambda t: Head(DSpark.from_target(t, rank=4), Chain(0.4), graphs="eager"),
+        "without a stop, but .* Chain",
+    ),
     "subclass of medusa": (lambda t: Head(OwnMedusa.from_target(t), graphs="eager"), "head is a OwnMedusa"),
-    "dflash": (lambda t: Head(DFlash.from_target(t), graphs="eager"), "head is a DFlash"),
+    "subclass of dflash": (lambda t: Head(OwnDFlash.from_target(t), graphs="eager"), "head is a OwnDFlash"),
 }
 
 
@@ -254,6 +297,11 @@ def test_parts_that_the_step_would_bypass_are_refused(which):
 def test_chains_that_are_too_long_for_a_window_are_refused():
     with pytest.raises(ValueError, match=f"at most {PIECE - 1} tokens .* the length is {PIECE}"):
         builder_of("window", length=PIECE).executor(Ahead()).build()
+    with pytest.raises(
+        ValueError, match=f"blocks of at most {PIECE} slots .* the length is 3 and the block {PIECE + 1}"
+    ):
+        builder_of("dflash, window", block_size=PIECE + 1).executor(Ahead()).build()
+    builder_of("dflash, window", block_size=PIECE).executor(Ahead()).build()
     builder_of("window", length=PIECE - 1).executor(Ahead()).build()
     builder_of(length=PIECE).executor(Ahead()).build()  # nothing is overwritten
 

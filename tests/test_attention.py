@@ -455,6 +455,21 @@ def test_the_steady_state_is_one_call_and_a_decoding_row_needs_no_mask():
         assert not plan._masks
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_masks_on_a_gpu_have_aligned_rows(dtype):
+    """A mask may be a slice of a larger one, whose rows begin anywhere."""
+    from specdec.kernels.attention.fused import aligned
+
+    for shape, first, n in (((2, 6, 40), 0, 16), ((6, 40), 3, 13), ((2, 1, 6, 37), 8, 21)):
+        mask = torch.randn(shape, dtype=dtype)[..., first : first + n]
+        made = aligned(mask)
+        assert made.equal(mask)
+        assert aligned(made) is made
+        assert made.data_ptr() % 16 == 0
+        assert all(step * made.element_size() % 16 == 0 for step in made.stride()[:-1])
+        assert made.stride(-1) == 1
+
+
 def test_masks_are_made_once_per_forward():
     plan = AttentionPlan([0, 1], [5, 3], [2, 2], 24)
     for _ in range(3):  # layers

@@ -11,7 +11,7 @@ import torch
 
 import specdec as sd
 from specdec.arm_policy import Arm
-from specdec.lab.auto import _rows
+from specdec.lab.auto import _rows, _with_idle
 from specdec.lab.auto_runs import FEW, Measured, each, estimates, spread_of
 from specdec.selectors.kinds import ByTemperature
 
@@ -196,9 +196,50 @@ def test_what_a_draft_reads_counts():
     arms = {"a/2": Arm(sd.drafts.Model(BAD), 2)}
     rest = {"plain": (1.0,), "a/2": (1.2,)}
     for told, ratio in ((0.0, 2 / 1.5), (0.25, 2 / (1.5 + 2 * 0.25))):
-        plain, small = _rows(arms, runs, (1,), {"a/2": (0.3,)}, rest, {"a/2": told})
+        plain, small = _rows(arms, runs, (1,), {"a/2": (0.3,)}, rest, {"a/2": told}, True)
         assert (plain["ratio"], small["milliseconds"]) == (1, pytest.approx(1500))
         assert small["ratio"] == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize("told", [0.0, 0.25])
+def test_what_a_batch_loses_as_its_rows_end_counts(told):
+    """With it, rounds promise what whole calls had."""
+    runs = {
+        "plain": Measured(None, None, tokens=10, rounds=10, calls={2: [(11.0, 20), (9.0, 20)]}),
+        "a/2": Measured(None, None, tokens=20, rounds=10, calls={2: [(8.0, 20), (9.0, 20)]}),
+    }
+    for run in runs.values():
+        run.decoder = sd.decoder(GOOD).build()
+    arms, rest = {"a/2": Arm(sd.drafts.Model(BAD), 2)}, {"plain": (1.0,), "a/2": (1.2,)}
+    made = lambda draft, refilled: _rows(arms, runs, (2,), draft, rest, {"a/2": told}, refilled)  # noqa: E731
+    draft = {"a/2": (0.3,)}
+    calls, rounds = made(draft, False), made(draft, True)
+    assert [row["tokens_per_second"] for row in calls] == [2.0, 40 / 17]
+    assert calls[1]["ratio"] == pytest.approx(20 / 17)
+    longer = _with_idle(calls, rounds, draft, (2,))
+    if rounds[1]["ratio"] > 20 / 17:
+        assert made(longer, True)[1]["ratio"] == pytest.approx(20 / 17)
+    else:  # the rounds promise no more than that
+        assert longer == draft
+
+
+@pytest.mark.parametrize(("refilled", "best"), [(True, "half/3"), (False, "plain")])
+def test_a_batch_is_refilled_as_its_rows_end_or_not(refilled, best):
+    """The draft is always right about one of two rows and always wrong about the other, which alone decides how long a call takes."""
+
+    def slow(following, milliseconds):
+        made = Slow(0, milliseconds)
+        sd.TableModel.__init__(made, torch.eye(4)[following])
+        return made
+
+    base = sd.decoder(slow([1, 0, 3, 2], 8)).greedy()
+    drafts, prompts = {"half": slow([1, 0, 2, 3], 0.5)}, [[0], [2]]
+    found = sd.auto(base, drafts, prompts, 3, batches=2, new_tokens=24, repeats=2, refilled=refilled)
+    assert found.best == {2: best}
+    out = found.decoder.generate(prompts, 24, seed=0)
+    first = found.decoder.generate(prompts, 3, seed=0)
+    assert (first.stats.drafted > 0) == (best != "plain")
+    assert out.ids == base.build().generate(prompts, 24, seed=0).ids
 
 
 def test_what_cannot_be_measured_is_refused_by_name():

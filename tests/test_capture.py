@@ -126,6 +126,7 @@ class FakeCuda(SimpleNamespace):
         )  # fmt: skip
         monkeypatch.setattr(capture.torch, "cuda", self)
         monkeypatch.setattr(capture, "_aside", {})
+        monkeypatch.setattr(capture, "_broken", [])
         monkeypatch.setattr(capture, "own_stream", lambda device: self.current_stream())
         clear = lambda: log.append("clear")  # noqa: E731
         monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
@@ -153,7 +154,12 @@ def test_cuda_graphs_in_the_right_order(monkeypatch):
     assert log.count("empty") == 1  # more is cached than free
 
     cuda.synchronize = lambda device: log.append("all of it")
-    waiting = threading.Thread(target=capture.synchronize, args=(torch.device("cuda"),))
+
+    def drop():
+        with capture.quiet(torch.device("cuda")):
+            log.append("drop")
+
+    waiting = threading.Thread(target=drop)
 
     def body():
         if not waiting.is_alive():
@@ -163,7 +169,7 @@ def test_cuda_graphs_in_the_right_order(monkeypatch):
 
     fourth = graphs(body)
     waiting.join()
-    assert log[-1] == "all of it"
+    assert log[-2:] == ["all of it", "drop"]
     assert log[log.index("captured") :].count("all of it") == 1  # a capture is not waited for in its middle
     del first, second, other, third, fourth
 
@@ -197,6 +203,7 @@ def test_a_failed_capture_leaves_the_stream_as_it_was(where, monkeypatch):
     assert cuda.now == "current"
     assert cuda.ends == 2  # an empty capture tells the generator of random numbers that the first is over
     assert ("ended", "pool 1") in cuda.log
+    assert len(capture._broken) == 1  # the allocator of pinned memory may ask it
     kept = [graphs(body), graphs(body)]
     assert [entry[1] for entry in cuda.log if entry[0] == "capture"] == ["pool 1", None, "pool 2", "pool 2"]
     assert len(kept) == 2
@@ -219,6 +226,8 @@ def test_a_stream_has_one_user(monkeypatch):
     turn = itertools.count()
 
     class Stream:
+        __slots__ = ("__dict__", "cuda_stream", "device_index")  # weak references to it are errors
+
         def __init__(self, device):
             self.device_index, self.cuda_stream = device.index, next(turn) % streams.STREAMS
 
@@ -234,6 +243,17 @@ def test_a_stream_has_one_user(monkeypatch):
         streams.own_stream(device)
     gone = held.pop(7).cuda_stream
     assert streams.own_stream(device).cuda_stream == gone
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_streams_come_back_on_a_gpu():
+    """PyTorch frees a stream without clearing weak references to it."""
+    held, device = len(streams._held), torch.device("cuda", torch.cuda.current_device())
+    for _ in range(3 * streams.STREAMS):
+        assert len(streams._held) == held
+        mine = streams.own_stream(device)
+        assert len(streams._held) == held + 1
+        del mine
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -369,6 +369,6 @@ def test_what_cannot_be_is_refused(make, why):
 
 def test_copies_that_were_asked_for_are_not_given_up_for_graphs(monkeypatch):
     """On a GPU ``graphs="auto"`` captures, and there are no copies."""
-    monkeypatch.setattr("specdec.drafts.spire.draft.capture_named", lambda graphs, device: "eager")
+    monkeypatch.setattr("specdec.drafts.spire.draft.capture_named", lambda *_: "eager")
     with pytest.raises(ValueError, match="leave it None"):
         spire_of(tiny())

@@ -16,7 +16,7 @@ from specdec.audit.certify import certify
 from specdec.cost.rounds import RoundTable
 from specdec.selectors import Planner
 from specdec.selectors.kinds import ByTemperature, Product
-from specdec.selectors.planner import READ
+from specdec.selectors.planner import KEEP, READ
 from specdec.types import Feedback
 
 ARMS = ((-1, 0), (0, 1), (0, 3), (1, 2), (1, 4))
@@ -417,6 +417,24 @@ def test_a_choice_is_held_while_the_rows_stay_and_longer_if_it_is_made_again(hol
     assert [len(ids) for ids in out.ids] == [12, 33]
     assert [row[-1] for row in asked] == lengths  # the first row leaves after 12 tokens: a new choice at once
     assert len(told) == 2  # of the rounds in which a row left: no row drafted
+
+
+def test_counts_fade_for_the_plain_rounds_that_there_were():
+    """And for no more, where a row joins before the choice ends."""
+    part = selector(margin=9.0, hold_rounds=8)
+    state, _ = played(part, [(0, 4, 2), (1, 2, 1)])
+    arm, _, state = choose(part, state, context([12] * 3))
+    assert (arm == 0).all()
+    before = state.shared
+    assert before.sum() > 0
+    rounds = {8: (context([20] * 3), 8), 2: (context([14] * 3 + [5]), 2), 0: (context([12, 12]), 0)}
+    for now, passed in rounds.values():
+        after = choose(part, state, now)[2].shared
+        assert np.allclose(after, before * KEEP ** (3 * passed))
+    other = choose(part, state, context([9, 9], requests=[7, 8]))[
+        2
+    ].shared  # no row of the last choice is left
+    assert np.allclose(other, before * KEEP ** (3 * state.plan.stands))
 
 
 def test_a_choice_is_not_held_for_other_rows():

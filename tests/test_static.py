@@ -213,6 +213,9 @@ def test_defaults_follow_the_device(monkeypatch):
     gpu = torch.device("cuda", 1)
     assert capture_named("auto", gpu) == ("cuda" if triton else None)
     assert capture_named("auto", gpu, torch.float64) is None  # for which there is no kernel
+    with pytest.raises(ValueError, match=r"graphs is True but the model is torch.float64.*give graphs=False"):
+        capture_named(True, gpu, torch.float64)
+    assert capture_named("eager", torch.device("cpu"), torch.float64) == "eager"
     assert capture_named("auto", torch.device("cpu")) is None
     for how in (sd.HFModel, sd.HFModel.from_pretrained, sd.drafts.Spire):
         assert inspect.signature(how).parameters["graphs"].default == "auto"

@@ -52,7 +52,7 @@ def fused(
         if not causal:
             mask = plan.mask(*asked) if group == 1 else plan.folded_mask(*asked, group)
             if mask is not None and not mask.is_cpu:
-                mask = _aligned(mask)
+                mask = aligned(mask)
         known = mask, causal, 1 if causal else group
         if plan.ordered:  # otherwise visibility may differ between layers
             plan.known[key] = known
@@ -72,9 +72,11 @@ def fused(
     return out if group == 1 else out.reshape(q.shape[0], -1, s.queries, out.shape[-1]), total
 
 
-def _aligned(mask: Tensor) -> Tensor:
-    """A copy of a mask whose rows begin at multiples of 16 bytes: cuDNN's kernels read others from misaligned addresses."""
-    n = mask.shape[-1]
+def aligned(mask: Tensor) -> Tensor:
+    """The mask, copied if not all of its rows begin at multiples of 16 bytes: kernels of cuDNN seem to need that."""
+    width, n = mask.element_size(), mask.shape[-1]
+    if not any(place % 16 for place in (mask.data_ptr(), *(width * step for step in mask.stride()[:-1]))):
+        return mask
     return pad(mask, (0, ALIGNED - n % ALIGNED))[..., :n]
 
 

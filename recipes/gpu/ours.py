@@ -76,7 +76,7 @@ def run(stage: Stage) -> None:
                 more: dict[str, Any] = {"failed": True} if differ else {}
                 stage.row(case, differ=differ, **more)
 
-    stage.parts({"ours": Part(0.65, ours), "compiler": Part(0.2, compiler), "again": Part(0.15, again)})
+    stage.parts({"ours": Part(0.6, ours), "compiler": Part(0.25, compiler), "again": Part(0.15, again)})
 
 
 def points(stage: Stage) -> tuple[tuple[int, int], ...]:

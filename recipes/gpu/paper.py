@@ -58,8 +58,8 @@ def run(stage: Stage) -> None:
                 "target": Part(0.25, study.train_target),
                 "drafts": Part(0.15, study.train_drafts),
                 "tau": Part(0.1, study.tau),
-                "grid, ahead": Part(0.3, partial(study.grid, executor="ahead")),
-                "grid, serial": Part(0.1, partial(study.grid, executor="serial")),
+                "grid, ahead": Part(0.27, partial(study.grid, executor="ahead")),
+                "grid, serial": Part(0.13, partial(study.grid, executor="serial")),
             }
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from recipes.gpu.bars import COLUMNS, Row, verdicts
 from specdec.lab.report import meta, plain, write
 
 PACKAGES = ("triton", "flash_attn")
+TIMED = ("seconds", "ratio", "multiplier", "gain", "over_vanilla")
+SAID = ("max_error", "relative_error", "differ", "missed", "tau", "accepted", "same_argmax", "failed")
+"""What a row says of times, and what it says that does not depend on the machine's load."""
 
 
 class Report:
@@ -19,17 +23,25 @@ class Report:
     Args:
         file: rewritten after every row, so that an aborted run keeps its measurements. A stage's first row replaces all of its earlier
             rows in the file. times: whether times, and so bars, are meaningful (not at toy size).
-        others: reports whose rows are included; for a stage in several, the last one counts.
+        others: reports whose rows are included; for a stage in several, the last one counts. untimed: leave out times.
 
     Raises:
         SystemExit: a report cannot be read, or is of toy size and this run is not (or vice versa).
     """
 
-    def __init__(self, file: str | None, seed: int, toy: bool, times: bool, others: Iterable[str] = ()):
+    def __init__(
+        self,
+        file: str | None,
+        seed: int,
+        toy: bool,
+        times: bool,
+        others: Iterable[str] = (),
+        untimed: bool = False,
+    ):
         self.file = None if file is None else Path(file)
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.times, self.rows = times, list[Row]()
+        self.times, self.untimed, self.rows = times, untimed, list[Row]()
         self.meta = {**meta(seed, PACKAGES), "toy": toy}
         self.kept: dict[str, tuple[Row, list[Row]]] = {}  # for each other stage: its metadata and rows
         own = [self.file] if self.file is not None and self.file.exists() else []
@@ -67,6 +79,8 @@ class Report:
     def every(self) -> list[Row]:
         """All rows except the bars, by stage."""
         rows = [r for _, some in self.kept.values() for r in some] + self.rows
+        if self.untimed:
+            rows = [without_times(r) for r in rows]
         return sorted(rows, key=lambda r: r["stage"])
 
     def write(self) -> None:
@@ -92,6 +106,16 @@ class Report:
             )  # atomic, as the JSON is: the process may be killed here
         finally:  # it may also be asked to end here
             tables.unlink(missing_ok=True)
+
+
+def without_times(row: Row) -> Row:
+    """The row without what depends on the machine's load."""
+    kept = ("stage", "case", "backend", "limit", "bound", "bar", "output", *SAID)
+    left = dict.fromkeys(COLUMNS) | {name: row[name] for name in kept if name in row}
+    note = re.sub(r" in [\d.]+s$", "", row.get("note") or "")
+    if any(row.get(name) is not None for name in TIMED) and not (row.get("failed") or "missed" in row):
+        note = "ran"
+    return left | ({"note": note} if note else {})
 
 
 def full(row: Row) -> Row:

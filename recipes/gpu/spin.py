@@ -80,7 +80,7 @@ def pipeline(stage: Stage) -> None:
         context = 16 if stage.toy else 512
         name = f"pipeline, {batch} x {context}"
         bytes = Shape.of(model.config).kv_values(1) * 4 * batch * (context + 256)
-        if stage.late(name, 0.0 if stage.toy else 45.0) or not stage.room(name, bytes):
+        if stage.late(name, 0.0 if stage.toy else 20.0) or not stage.room(name, bytes):
             continue
         with stage.case(name):
             rows = torch.randint(0, model.config.vocab_size, (batch, context), generator=host).tolist()

@@ -103,6 +103,8 @@ class Stage:
             more = {"bar": bar} if bar else {}
             said += f" ({where.filename.rpartition('/')[2]}:{where.lineno})"
             self.row(name, failed=True, note=said, **more)
+            if self.lost():
+                raise SystemExit(3) from error
 
     # -- limits -----------------------------------------------------------------------------------------------------------
 
@@ -130,6 +132,14 @@ class Stage:
         if free is None or need + 2**30 <= free or self.toy:
             return True
         self.skip(case, f"not run: needs {need / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free")
+        return False
+
+    def lost(self) -> bool:
+        """Whether nothing works in this process any more, after an error of the device."""
+        try:
+            self.sync()
+        except Exception:
+            return True
         return False
 
     def empty(self) -> None:

@@ -28,6 +28,7 @@ from specdec.lab.errors import worst
 LENGTHS, TOY_LENGTHS = (700, 33, 256), (20, 3, 9)
 PAGES = "graphs, pages"
 PAGE = 16  # slots, so that a row has many pages
+NOISE = 0.2  # of the draft's weights, over the spread of the target's
 TIMES = 3  # a shape is captured at its second use, and replayed at its third
 
 
@@ -120,11 +121,12 @@ def texts(stage: Stage) -> None:
     if not stage.toy:
         made.update({"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2,
                      "vocab_size": 4096, "head_dim": 64})  # fmt: skip
-    raw = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        with torch.inference_mode(False), torch.no_grad():
-            raw.append(LlamaForCausalLM(made).to(stage.device).eval().requires_grad_(False))
+    torch.manual_seed(0)
+    with torch.inference_mode(False), torch.no_grad():
+        raw = [LlamaForCausalLM(made).to(stage.device).eval().requires_grad_(False)]
+        raw.append(copy.deepcopy(raw[0]))
+        for p in raw[1].parameters():  # a draft whose tokens are accepted at times
+            p.add_(torch.randn_like(p) * NOISE * p.std())
     new = 8 if stage.toy else 64
     host = torch.Generator().manual_seed(stage.seed)
     prompts = [torch.randint(0, made.vocab_size, (n,), generator=host).tolist() for n in (40, 7, 19)]

@@ -62,7 +62,7 @@ class Ahead:
 
     It runs the parts that the captured step computes, and refuses all others: an ``HFModel`` with ``graphs``; a ``drafts.Model`` of such a model
     (also ``Windowed`` or ``Masked``, in constant memory, with masks of the library), a ``drafts.Spire`` with ``graphs``, a ``drafts.MagicDec``
-    without a pruner, a ``drafts.Head`` with ``graphs`` that draws chains from ``heads.Eagle3``, ``heads.MTP`` or ``heads.Medusa``, or no draft;
+    without a pruner, a ``drafts.Head`` with ``graphs`` that draws chains from a head of the library, or no draft;
     ``Rejection``, ``FusedRejection`` (from logits, on a GPU by its kernels) or ``Coupled()``; and ``Sampling`` without processors. Subclasses are
     refused, too, since the step would bypass what they override. ``Round.scores`` has no logits, and ``Round.probs`` is ``None``: the next round has
     overwritten them. With random numbers other than ``Philox``, as in the certifier, it runs ``Serial``.

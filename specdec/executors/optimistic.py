@@ -225,9 +225,11 @@ class _Bet(NamedTuple):
             return
         own = own_stream(self.stream.device)
         own.wait_event(self.stream.record_event())
-        with torch.cuda.stream(own):
-            yield
-        own.synchronize()
+        try:
+            with torch.cuda.stream(own):
+                yield
+        finally:  # the memory that it uses may be used again then
+            own.synchronize()
 
 
 class _Attempts:

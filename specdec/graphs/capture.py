@@ -26,6 +26,7 @@ CAPTURES = ("cuda", "eager", "recorded")
 # Captures of a device share one stream, and no thread may wait for the whole device while another one captures.
 _capturing = threading.Lock()
 _aside: dict[int, Any] = {}  # device -> the stream on which its captures run, and nothing else
+_broken: list[Any] = []  # graphs whose capture failed, which are never freed
 
 
 def capture_for(name: str, device: torch.device) -> Capture:
@@ -49,10 +50,15 @@ def eager(body: Body) -> Body:
     return body
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for all work of a CUDA device, and for captures of other threads."""
+@contextmanager
+def quiet(device: torch.device) -> Iterator[None]:
+    """Graphs of a device may be dropped in here: its work is done, and no other thread captures."""
+    if device.type != "cuda":
+        yield
+        return
     with _capturing:
         torch.cuda.synchronize(device)
+        yield
 
 
 class _Graph:
@@ -119,7 +125,7 @@ class CudaGraphs:
             self._pool, self._alive = None, weakref.WeakSet()  # it may be marked as recording
             with suppress(Exception):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-            end_capturing()
+            end_capturing(graph)
             raise
         return _Graph(graph, out)
 
@@ -136,11 +142,13 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def end_capturing() -> None:
-    """After a capture that failed: PyTorch's generator of random numbers believes that it goes on, until another has ended.
+def end_capturing(graph: Any) -> None:
+    """After a capture of ``graph`` that failed: PyTorch's generator of random numbers believes that it goes on, until another has ended,
+    and its allocator of pinned memory may go on asking the graph.
 
     To be called on a stream on which captures are possible.
     """
+    _broken.append(graph)
     with suppress(Exception), warnings.catch_warnings(), torch.inference_mode(False):
         warnings.simplefilter("ignore")  # the graph is empty
         empty = torch.cuda.CUDAGraph()

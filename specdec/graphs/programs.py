@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from specdec.cache.token_index import TokenIndex
 from specdec.configs import setting
 from specdec.forward.contract import Forward, Runner
 from specdec.forward.pack import PackedBatch
-from specdec.graphs.capture import CAPTURES, capture_for, synchronize
+from specdec.graphs.capture import CAPTURES, capture_for, quiet
 from specdec.graphs.staging import Program
 from specdec.graphs.static import StaticStep, bucket_of, fits, nodes_of
 from specdec.kernels.attention import triton_backend
@@ -186,8 +187,8 @@ class Programs:
         self._failures = 0
         programs[key] = program
         if len(programs) > self.most:
-            self._wait()
-            programs.popitem(last=False)
+            with quiet(self.device):
+                programs.popitem(last=False)
         return program
 
     def _note(self, storage: Storage, key: Hashable, error: Exception) -> None:
@@ -216,21 +217,20 @@ class Programs:
 
     def _forget(self) -> None:
         """Drop the programs whose owner is gone."""
-        for storage in self._storages:
-            for key, program in list(storage.programs.items()):
-                if program.owner is not None and program.owner() is None:
-                    self._wait()
-                    del storage.programs[key]
+        gone = [
+            (storage.programs, key)
+            for storage in self._storages
+            for key, program in storage.programs.items()
+            if program.owner is not None and program.owner() is None
+        ]
+        with quiet(self.device) if gone else nullcontext():
+            for programs, key in gone:
+                del programs[key]
 
     def _drop(self, which: Callable[[Storage], bool]) -> None:
-        if any(which(storage) and storage.programs for storage in self._storages):
-            self._wait()
-        self._storages = [storage for storage in self._storages if not which(storage)]
-
-    def _wait(self) -> None:
-        """Wait until no graph that is about to be dropped is running."""
-        if self.device.type == "cuda":
-            synchronize(self.device)
+        captured = any(which(storage) and storage.programs for storage in self._storages)
+        with quiet(self.device) if captured else nullcontext():
+            self._storages = [storage for storage in self._storages if not which(storage)]
 
 
 class Steps(Programs):
@@ -347,7 +347,7 @@ def steps_for(
         return None
     name = capture_named(graphs, device, model.dtype)
     forward = path.capturable()
-    why = forward if isinstance(forward, str) else _why_not(model, device, attention, name)
+    why = forward if isinstance(forward, str) else _why_not(model, device, attention)
     if kv_dtype is not None:  # a step on a GPU has no other kernel
         why = why or triton_backend.reads(device, model.dtype, kv_dtype)
     if name is None or (graphs == "auto" and why):
@@ -362,13 +362,16 @@ def capture_named(graphs: bool | str, device: torch.device, dtype: torch.dtype =
     """The entry of ``CAPTURES`` for an argument ``graphs`` and a model; ``None``: no capture.
 
     Raises:
-        ValueError: there is no such entry.
+        ValueError: there is no such entry, or there are no kernels for the model's dtype on a GPU.
     """
     if graphs not in (False, True, "auto", *CAPTURES):
         raise ValueError(f"graphs is {graphs!r}: give False, True, 'auto', or one of {', '.join(CAPTURES)}")
+    served = device.type != "cuda" or dtype in triton_backend.DTYPES
     if graphs == "auto":
-        able = find_spec("triton") is not None and dtype in triton_backend.DTYPES
-        return "cuda" if device.type == "cuda" and able else None
+        return "cuda" if device.type == "cuda" and served and find_spec("triton") is not None else None
+    if graphs and not served:
+        said = f"graphs is {graphs!r} but the model is {dtype}, for which captured steps have no kernels"
+        raise ValueError(f"{said}: give graphs=False")
     return "cuda" if graphs is True else graphs or None
 
 
@@ -389,11 +392,9 @@ def _out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def _why_not(model: Any, device: torch.device, attention: str, capture: str | None) -> str | None:
+def _why_not(model: Any, device: torch.device, attention: str) -> str | None:
     if attention not in ("auto", "triton"):
         return f"attention is {attention!r}, and only the Triton kernel (or 'auto') can be captured"
-    if capture == "cuda" and model.dtype not in triton_backend.DTYPES:
-        return f"the model is {model.dtype}, and the kernel of captured steps takes float32, float16 and bfloat16"
     if any(p.device != device for p in model.parameters()) or setting(model, "_hf_hook") is not None:
         return "the model is spread over devices"
     return None

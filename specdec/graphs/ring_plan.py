@@ -88,11 +88,19 @@ class RingPlans:
         first = torch.arange(position.shape[1], device=position.device) // each * self.row
         return first + torch.where(position < self.sinks, position, ring)
 
-    def seen(self, position: Tensor, mask: Mask | None) -> Tensor:
-        """``[..., S]`` which slots queries at ``position [...]`` see, as ``Ring.visible``; ``mask``: what they see within the ring's reach (``None``: all)."""
-        s, q, held = self._numbers(position), position[..., None], self._held(position)
-        exists = torch.where(s < self.sinks, held <= q, (held >= self.sinks) & (held > q - self.window))
-        return exists if mask is None else exists & sees(mask, q, held.clamp(min=0))
+    def seen(self, position: Tensor, mask: Mask | None, last: Tensor | None = None) -> Tensor:
+        """``[..., S]`` which slots queries at ``position [...]`` see, as ``Ring.visible``.
+
+        Args:
+            mask: what they see within the ring's reach (``None``: all). last: ``[...]`` the last position that exists, in a block that attends in both
+                directions: positions after a query's own are seen, whatever the mask says. By default the query's own.
+        """
+        s, q, end = self._numbers(position), position[..., None], position if last is None else last
+        held = self._held(end)
+        exists = torch.where(
+            s < self.sinks, held <= end[..., None], (held >= self.sinks) & (held > q - self.window)
+        )
+        return exists if mask is None else exists & sees(mask, q, torch.minimum(held.clamp(min=0), q))
 
     def _held(self, position: Tensor) -> Tensor:
         """``[..., S]`` as ``Ring.held``."""

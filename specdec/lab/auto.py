@@ -89,6 +89,7 @@ def auto(
     margin: float = 0.02,
     seed: int = 0,
     kind: Kind | None = None,
+    refilled: bool = False,
 ) -> Auto:
     """Measure drafts on prompts, and return a decoder that chooses a draft and a length, or none, for every row in every round.
 
@@ -103,6 +104,8 @@ def auto(
         repeats: runs of each, after one that is not counted. margin: relative gain below which rows are decoded plainly. seed: of the random numbers.
         kind: given a ``Context`` of some rows, the kind of each, anything hashable. Chances are estimated for each kind apart. It is asked once for each request,
             after the prompt and the first new token. By default a request's kind is its temperature, if each has its own.
+        refilled: whether a row that ends is replaced by the next request, as ``serve`` does. Otherwise a batch gets smaller as its rows end, and a draft
+            that some rows accept less than others gains less; whole calls are compared then, instead of rounds of all rows.
     Raises:
         TypeError: base is no builder, or drafts no mapping of at least one. ValueError: a draft of trees or with temperatures of its own for each request, no
             length that it can have, another executor, a number below 1, or more temperatures than rows to measure.
@@ -144,19 +147,20 @@ def auto(
     done = 0
     for batch in sizes:
         for repeat in range(-1, repeats):
-            turn = range(done, done + batch)
-            for name, run in runs.items():
+            turn, reads = range(done, done + batch), None
+            for name, run in runs.items():  # plain decoding first, whose prefill is the target's reading
                 progress(f"{name}, batch {batch}, repeat {repeat + 1} of {repeats}")
-                run.measure(
+                reads = run.measure(
                     [ids[i % len(ids)] for i in turn],
                     [one_of_each[(i + i // len(ids)) % len(one_of_each)] for i in turn],
                     new_tokens if repeat >= 0 else min(new_tokens, 2 * longest + 4),
                     seed + 1000 * (repeat + 1),
                     repeat >= 0,
+                    reads,
                 )
             done += batch if repeat >= 0 else 0
     progress()
-    return _decided(base, arms, runs, sizes, ids, new_tokens, margin, kind)
+    return _decided(base, arms, runs, sizes, ids, new_tokens, margin, kind, refilled)
 
 
 def _nothing() -> Any:
@@ -197,6 +201,7 @@ def _decided(
     new_tokens: int,
     margin: float,
     kind: Kind | None,
+    refilled: bool,
 ) -> Auto:
     """The decoder, and a row for each method and batch."""
     unique: list[Any] = []
@@ -216,6 +221,11 @@ def _decided(
     most = max(arm.length or 0 for arm in arms.values())
     kinds, prior, spread = estimates([(number[name], runs[name].rows) for name in arms], len(unique), most)
     nothing = (0.0,) * len(sizes)
+    prompt = sum(map(len, ids)) / len(ids)
+    told = {name: read[number[name]] * prompt / new_tokens for name in arms}
+    rows = _rows(arms, runs, sizes, draft, rest, told, refilled)
+    if not refilled:
+        draft = _with_idle(rows, _rows(arms, runs, sizes, draft, rest, told, True), draft, sizes)
     times = RoundTable(
         sizes,
         rest["plain"],
@@ -233,10 +243,21 @@ def _decided(
         margin=margin,
         horizon=new_tokens,
     )
-    decoder = base.pool({"none": None, **arms}, selector).build()
-    prompt = sum(map(len, ids)) / len(ids)
-    told = {name: read[number[name]] * prompt / new_tokens for name in arms}
-    return Auto(decoder, _rows(arms, runs, sizes, draft, rest, told), selector)
+    return Auto(base.pool({"none": None, **arms}, selector).build(), rows, selector)
+
+
+def _with_idle(
+    calls: list[dict[str, Any]], rounds: list[dict[str, Any]], draft: Mapping[str, Any], sizes: Sequence[int]
+) -> dict[str, tuple[float, ...]]:
+    """Seconds of drafting with those that a batch loses because its rows end one after another: so many that rounds promise what whole calls had."""
+    lost = {
+        (b["method"], b["batch"]): b["batch"]
+        * b["tau"]
+        / b["tokens_per_second"]
+        * max(0.0, b["ratio"] / a["ratio"] - 1)
+        for a, b in zip(calls, rounds)
+    }
+    return {name: tuple(s + lost[name, B] for s, B in zip(draft[name], sizes)) for name in draft}
 
 
 def _rows(
@@ -246,15 +267,21 @@ def _rows(
     draft: Any,
     rest: Any,
     told: Mapping[str, float],
+    refilled: bool,
 ) -> list[dict[str, Any]]:
-    """Tokens a second of each method in rounds of all rows, at each batch; ``told``: seconds of an arm's draft to read the prompt, for each new token."""
+    """Tokens a second of each method at each batch: in rounds of all rows, if a batch is refilled, otherwise in whole calls.
+
+    Args:
+        told: seconds of an arm's draft to read the prompt, for each new token, which rounds do not contain.
+    """
     rows = []
     for i, B in enumerate(sizes):
         speed = {}
         for name, run in runs.items():
             seconds = rest[name][i] + (draft[name][i] if name in arms else 0.0)
             tokens = B * (run.tokens / max(run.rounds, 1) if name in arms else 1.0)
-            speed[name] = (tokens / (seconds + tokens * told.get(name, 0.0)), seconds)
+            rate = tokens / (seconds + tokens * told.get(name, 0.0)) if refilled else run.rate(B)
+            speed[name] = (rate, seconds)
         best = max(speed, key=lambda name: speed[name][0])
         for name, (rate, seconds) in speed.items():
             arm, run = arms.get(name), runs[name]

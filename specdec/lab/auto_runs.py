@@ -28,6 +28,7 @@ class Measured:
 
     Attributes:
         seconds: by batch, of drafting and of everything else, of every round. proposals: by batch, share of rows with a proposal, of every round.
+        calls: by batch, of each whole call: its seconds without the target's reading of the prompts, and its tokens after the first of each row.
         rows: of each row of each run: its kind, and ``[1 + K, 2]``, rounds (all, with a proposal) and (tested, accepted) by position.
     """
 
@@ -35,18 +36,28 @@ class Measured:
     kind: Kind | None
     seconds: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     proposals: dict[int, list[float]] = field(default_factory=dict)
+    calls: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     rows: list[tuple[Hashable, np.ndarray]] = field(default_factory=list)
     tokens: int = 0
     rounds: int = 0
     as_request: dict[tuple[int, ...], Decoder] = field(default_factory=dict)
 
     def measure(
-        self, prompts: list[list[int]], requests: list[int], new_tokens: int, seed: int, counted: bool
-    ) -> None:
-        """Decode once; rounds in which all rows are active are timed.
+        self,
+        prompts: list[list[int]],
+        requests: list[int],
+        new_tokens: int,
+        seed: int,
+        counted: bool,
+        reading: float | None = None,
+    ) -> float:
+        """Decode once; the call is timed, and its rounds in which all rows are active.
 
         Args:
-            requests: whose temperatures the rows have, where each request has its own.
+            requests: whose temperatures the rows have, where each request has its own. reading: seconds in which the target reads the prompts; ``None``:
+                those of this call's prefill, for a decoder without a draft.
+        Returns:
+            ``reading``.
         """
         B, k = len(prompts), self.decoder.length
         tested = np.zeros((B, 1 + k, 2))
@@ -78,10 +89,18 @@ class Measured:
             began[0] = perf_counter()
 
         seeds = [seed + i for i in range(B)]
-        decoder = self._as(tuple(requests))
-        decoder.generate(prompts, new_tokens, seed=seeds, eos_token_id=(), on_round=mark)
+        decoder, start = self._as(tuple(requests)), perf_counter()
+        out = decoder.generate(prompts, new_tokens, seed=seeds, eos_token_id=(), on_round=mark)
+        whole, reading = perf_counter() - start, out.stats.seconds["prefill"] if reading is None else reading
         if counted:
+            self.calls.setdefault(B, []).append((whole - reading, sum(map(len, out.ids)) - B))
             self.rows += [(kinds.get(row), tested[row]) for row in range(B)]
+        return reading
+
+    def rate(self, batch: int) -> float:
+        """Tokens a second of whole calls."""
+        seconds, tokens = zip(*self.calls[batch])
+        return sum(tokens) / max(sum(seconds), 1e-9)
 
     def mean(self, batch: int) -> tuple[float, float]:
         """Mean seconds of drafting and of everything else, without the 5 % at each end. Rounds with a proposal and rounds without one differ, so

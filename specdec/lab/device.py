@@ -85,6 +85,6 @@ def capture(runs: Sequence[Callable[[], Any]]) -> Callable[[], None] | None:
         with suppress(Exception):
             torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
-            end_capturing()
+            end_capturing(graph)
         return None
     return graph.replay

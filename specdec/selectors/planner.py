@@ -162,12 +162,17 @@ class Planner:
         room = checked(capacities, len(self.arms), B)
         requests, length = context.request.tolist(), context.length.numpy()
         own = np.array([state.own.get(r, self._unknown) for r in requests]).reshape(B, self._drafts, 6)
-        own[..., :READ] *= 0.5 ** ((length[:, None, None] - own[..., LENGTH:]).clip(0) / self.memory)
+        passed = (length[:, None, None] - own[..., LENGTH:]).clip(0)  # tokens since the row's last choice
+        own[..., :READ] *= 0.5 ** (passed / self.memory)
         own[..., LENGTH] = length[:, None]
         last = state.plan
         if last is not None and not (self._draft[last.arm] >= 0).any():
-            # Nothing was learned: the shared counts fade, and the estimates return to the prior.
-            state = state._replace(shared=faded(state.shared, last.rows * last.stands))
+            # Nothing was learned: the shared counts fade, and the estimates return to the prior. A plain round is a token of each row,
+            # and fewer rounds passed than the choice stands for where rows joined or left.
+            rounds = max(
+                (int(passed[b, 0, 0]) for b, r in enumerate(requests) if r in state.own), default=last.stands
+            )
+            state = state._replace(shared=faded(state.shared, last.rows * min(rounds, last.stands)))
         for b, r in enumerate(requests):
             if r in state.own and (d := state.used.get(r, -1)) >= 0:
                 own[b, d, READ] = length[b]  # it has read on

@@ -56,7 +56,7 @@ class DFlash(HeadModel):
         )  # fmt: skip
         width = config.hidden_size
         self.block_size, self.first = block_size, 0 if anchor_first else 1
-        self.kv_layers, self.longest = blocks, block_size - self.first
+        self.kv_layers, self.longest, self.block_slots = blocks, block_size - self.first, block_size
         self.fc, self.hidden_norm = nn.Linear(len(self.taps) * width, width, bias=False), norm(config)
         self.layers = nn.ModuleList(Block(config, head_norms=True) for _ in range(blocks))
         self.norm, self.rotary = norm(config), Rotary(config)

@@ -148,7 +148,9 @@ class Head:
         if self.programs is not None:
             self.programs.check(model.with_ends())
         lend = None if self.programs is None else self.programs.lent
-        ring = empty(model.shapes, context.batch, context.tokens.shape[1], model.mask, lend)
+        ring = empty(
+            model.shapes, context.batch, context.tokens.shape[1], model.mask, lend, model.block_slots
+        )
         if self.programs is not None and ring is not None:
             ring = self.programs.kept(ring)
         return HeadState(ring, torch.zeros(context.batch, dtype=torch.long), None)

@@ -42,13 +42,15 @@ class HeadModel(StoredHead):
             head has.
 
     Attributes:
-        kv_layers: how many layers have keys and values. longest: the longest chain that it can propose, if there is a limit.
+        kv_layers: how many layers have keys and values. longest: the longest chain that it can propose, if there is a limit. block_slots: how many
+            slots its first step asks for, whatever is proposed; 0: each step asks for one, or for none.
         marginal: whether no logits depend on tokens after the anchor. confident: whether it has the method ``confidence``.
         ends: the target's embedding, final norm and output matrix; ``None`` before ``bound``. kernels: what computes some parts faster while
             it decodes; ``drafts.Head`` chooses them.
     """
 
     kv_layers = 1
+    block_slots = 0
     longest: int | None = None
     marginal = confident = False
     supports_trees = True  # ``build`` asks every draft's model

@@ -47,6 +47,7 @@ class PEagle(Eagle3):
         at_least(1, "depth", depth, "a head proposes at least 1 token")
         super().__init__(config, taps, depth=depth, blocks=blocks, mask_token=mask_token, **shared)
         self.longest = self.depth = depth
+        self.block_slots = depth - 1
         self.mask_embedding = MaskEmbedding(config, mask_token)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, len(self.taps) * config.hidden_size))
 

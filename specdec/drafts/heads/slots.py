@@ -88,11 +88,12 @@ def empty(
     capacity: int,
     mask: Mask | None,
     lend: Callable[[int, Callable[[Ring], bool]], Ring | None] | None = None,
+    block_slots: int = 0,
 ) -> Ring | None:
     """A ring for ``batch`` rows of texts of up to ``capacity`` tokens; of constant size where the mask has a reach.
 
     Args:
-        lend: ``Programs.lent``, of memory that was used before.
+        lend: ``Programs.lent``, of memory that was used before. block_slots: of the head; with ``lend``, there are extra slots for its block.
     """
     if not shapes:
         return None
@@ -106,11 +107,17 @@ def empty(
         sinks, block = 0, 1
     else:
         sinks, window, block = reach.sinks, max(reach.window, 1), PIECE
-    lent = None
+    lent, extra = None, 0
     if lend is not None:
         wide = [window, sys.maxsize] if reach is None else [window, window]
-        lent = lend(batch, lambda ring: wide[0] <= ring.window <= wide[1])
-    return lent or Ring(shapes, batch, sinks, window, block)
+        extra = extra_for(block_slots) if block_slots else 0
+        lent = lend(batch, lambda ring: wide[0] <= ring.window <= wide[1] and ring.extra >= extra)
+    return lent or Ring(shapes, batch, sinks, window, block, extra)
+
+
+def extra_for(used: int) -> int:
+    """Extra slots of a ring whose rows need so many."""
+    return max(16, 2 * used)
 
 
 def whole(ring: Ring) -> bool:
@@ -219,7 +226,7 @@ class SlotAnchors:
             self._near, self._offsets = np.zeros((R, room, room), dtype=bool), np.zeros((R, room), np.int64)
             self._near[:, :before, :before], self._offsets[:, :before] = near, offsets
         if ring.extra < used:
-            self.ring = ring.resized(ring.window, max(16, 2 * used))
+            self.ring = ring.resized(ring.window, extra_for(used))
 
     def _pass(self, own: np.ndarray, offset: np.ndarray, single: bool) -> SlotPass:
         (R, wide), end, ring = offset.shape, self.used, self.ring

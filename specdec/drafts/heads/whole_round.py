@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,23 +12,26 @@ from specdec.cache.ring import Ring
 from specdec.cache.static import StaticStore
 from specdec.drafts.heads.captured import BlockPlan, StaticPass
 from specdec.drafts.heads.chain import Chain
+from specdec.drafts.heads.dflash import DFlash
+from specdec.drafts.heads.dflash2 import DFlash2
 from specdec.drafts.heads.draft import Head
+from specdec.drafts.heads.dspark import DSpark
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import Features
 from specdec.drafts.heads.medusa import Medusa
 from specdec.drafts.heads.mtp import MTP
-from specdec.drafts.heads.slots import PIECE, HeadState
+from specdec.drafts.heads.peagle import PEagle
+from specdec.drafts.heads.slots import PIECE, HeadState, whole
 from specdec.graphs.drafting import Drafting, Given, Passed
 from specdec.graphs.ring_plan import RingPlans
 from specdec.masks.text import known
 from specdec.types import Context
 
-# Each step asks for one slot after the last, or for none, and what was read last is carried.
-HEADS = (Eagle3, MTP, Medusa)
+HEADS = (Eagle3, PEagle, MTP, Medusa, DFlash, DFlash2, DSpark)
 
 
 class HeadDrafting(Drafting):
-    """``Drafting`` of a head that carries what it made of the last committed position from round to round: its output there, or Medusa's state.
+    """``Drafting`` of a head. From round to round, it carries what it made of the last committed position: its output there, Medusa's state, or nothing.
 
     Medusa has no slots. Others' slots are those of positions in the text, also for drafted tokens. Rows of the memory that the batch does not use
     are padding, which writes to their own slots.
@@ -39,6 +42,10 @@ class HeadDrafting(Drafting):
         if memory is not None:
             self.store = StaticStore(memory)
             self.plans = RingPlans(memory, self.store)
+            if whole(
+                memory
+            ):  # a slot is a position, also one of the extra slots, for blocks at the text's end
+                self.plans.size = self.plans.window = memory.slots
             self.rows = memory._whole[0].shape[1]
 
     @staticmethod
@@ -47,16 +54,19 @@ class HeadDrafting(Drafting):
         model, kinds = draft.model, ", ".join(kind.__name__ for kind in HEADS)
         if type(model) not in HEADS:
             return f"runs the heads {kinds}, but the draft's head is a {type(model).__name__}"
-        if type(draft.tree) is not Chain:
-            return f"runs chains, but the draft's tree is {draft.tree!r}"
+        if draft.tree != Chain():
+            return f"runs chains without a stop, but the draft's tree is {draft.tree!r}"
         if draft.programs is None:
             return "runs heads with graphs (drafts.Head(model, graphs=True)), but the draft has no graphs"
         draft.check_length(length)
         mask = model.mask
         if mask is not None and not known(mask):
             return f"runs the library's masks, but the head's is {mask!r}"
-        if mask is not None and mask.reach is not None and length >= PIECE:
-            return f"runs chains of at most {PIECE - 1} tokens of a head with a window, and the length is {length}"
+        if mask is not None and mask.reach is not None and max(length, model.block_slots - 1) >= PIECE:
+            return (
+                f"runs chains of at most {PIECE - 1} tokens and blocks of at most {PIECE} slots of a head with a window, and the length is "
+                f"{length}" + (f" and the block {model.block_slots}" if model.block_slots else "")
+            )
         return None
 
     @staticmethod
@@ -81,7 +91,8 @@ class HeadDrafting(Drafting):
 
     def chain(self, given: Given, state: Tensor) -> Callable[[int, Tensor], Tensor]:
         """As ``Drafting.chain``."""
-        at, memo = _Anchors(self, state[:, 0] - 1, given.longest), given.carry
+        at: Any = _Anchors(self, state[:, 0] - 1, given.longest + self.model.block_slots)
+        memo: Any = given.carry
 
         def forward(n: int, tokens: Tensor) -> Tensor:
             nonlocal memo
@@ -90,12 +101,13 @@ class HeadDrafting(Drafting):
 
         return forward
 
-    def observe(self, given: Given, passed: Passed) -> Tensor:
+    def observe(self, given: Given, passed: Passed) -> Tensor | None:
         """As ``Drafting.observe``: read all fed positions; what was read at the last that is committed, beside the token after it, is carried.
 
         Rejected tokens lie at or after the next chain's first position, and each position is written before a query sees it. Without a window
-        the ring has a slot for every position, those of a chain beyond the budget included. With one it wraps, and has
-        ``window + PIECE - 1`` slots: with steps < PIECE, no slot is overwritten that is seen, also by a round that runs again on the same text.
+        the ring has a slot for every position, those of a chain beyond the budget included, and of a block in its extra slots. With one it wraps, and has
+        ``window + PIECE - 1`` slots: with steps < PIECE and blocks of at most PIECE slots, no slot is overwritten that is seen, also by a round that
+        runs again on the same text.
         """
         (R, count), model, ids = passed.ids.shape, self.model, passed.ids
         last, bonus = passed.accepted[:, None], passed.bonus[:, None]
@@ -104,25 +116,30 @@ class HeadDrafting(Drafting):
         layers = model.tapped(passed.layers.__getitem__)
         layers = {tap: x.to(model.dtype).view(R, count, -1) for tap, x in layers.items()}
         go: Any = self.slots(position, given.longest) if model.kv_layers else None
-        outputs = cast(Tensor, model.read(Features(layers, ids, following), go))
-        return outputs[torch.arange(R, device=ids.device), passed.accepted]
+        outputs = model.read(Features(layers, ids, following), go)
+        return None if outputs is None else outputs[torch.arange(R, device=ids.device), passed.accepted]
 
-    def slots(self, position: Tensor, longest: int) -> StaticPass:
-        """A pass over slots at ``position [R]`` or ``[R, n]``, which see all of the text and the chain up to their own positions, below ``longest``."""
+    def slots(self, position: Tensor, longest: int, full: bool = False) -> StaticPass:
+        """A pass over slots at ``position [R]`` or ``[R, n]``, below ``longest``. They see the text and the chain up to their own positions, and with
+        ``full`` each other."""
         wide = position.view(len(position), -1)
+        last = wide[:, -1:].expand_as(wide) if full else None
         # No slot has a higher number than its position.
-        seen = self.plans.seen(wide, self.model.mask)[..., :longest]
+        seen = self.plans.seen(wide, self.model.mask, last)[..., :longest]
         plan = BlockPlan(seen, self.plans.slots(wide.t()).t().flatten())
         self.store.begin()
         return StaticPass(self.store, plan, position)
 
 
 class _Anchors:
-    """``contract.Anchors`` for heads that ask for one slot at a time."""
+    """``contract.Anchors`` of a chain, whose slots follow one another in the text."""
 
     def __init__(self, drafting: HeadDrafting, anchor: Tensor, longest: int):
         self.drafting, self.anchor, self.longest = drafting, anchor, longest
 
     def slots(self, first: int, count: int | None = None, full: bool = False) -> StaticPass:
         """As ``contract.Anchors.slots``."""
-        return self.drafting.slots(self.anchor + first, self.longest)
+        position = self.anchor + first
+        if count is not None:
+            position = position[:, None] + torch.arange(count, device=position.device)
+        return self.drafting.slots(position, self.longest, full)
