@@ -20,7 +20,7 @@ import specdec as sd
 from recipes.gpu.cases import PARENTS
 from recipes.gpu.stage import Part, Stage
 from recipes.gpu.steps import COMPILED, EAGER, GRAPHS, config, llama, stopped, wrapped
-from specdec.drafts.heads import Eagle3
+from specdec.drafts.heads import DSpark, Eagle3
 from specdec.drafts.spire import SpireModel
 from specdec.executors import Ahead, Serial
 from specdec.lab.errors import worst
@@ -137,7 +137,7 @@ def texts(stage: Stage) -> None:
         target, small = (sd.HFModel(model, graphs=how) for model in raw)
         pages, small_pages = (sd.HFModel(model, graphs=how, page=PAGE) for model in raw)
         spire = SpireModel.from_target(target, made.num_hidden_layers, window=16, feedback=False)
-        head = Eagle3.from_target(target)
+        head, block = Eagle3.from_target(target), DSpark.from_target(target, blocks=1)
         named = {
             "the target": target,
             "the draft": small,
@@ -154,6 +154,8 @@ def texts(stage: Stage) -> None:
             ("SPIRe, whole rounds", sd.drafts.Spire(spire, graphs=how)),
             ("a head", sd.drafts.Head(head, graphs=how)),
             ("a head, whole rounds", sd.drafts.Head(head, graphs=how)),
+            ("a head's block", sd.drafts.Head(block, graphs=how)),
+            ("a head's block, whole rounds", sd.drafts.Head(block, graphs=how)),
             ("a tree", sd.drafts.Tree(small, (2, 2))),
             ("a windowed model's chain", sd.drafts.Model(sd.models.Windowed(target, 16, 2))),
             ("a windowed model's chain, whole rounds", sd.drafts.Model(sd.models.Windowed(target, 16, 2))),
