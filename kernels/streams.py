@@ -31,7 +31,7 @@ def own_stream(device: torch.device | None = None) -> Any:
     """
     with _lock:
         for _ in range(STREAMS):
-            stream = torch.cuda.Stream(device)
+            stream: Any = torch.cuda.Stream(device)
             name = (stream.device_index, stream.cuda_stream)
             if name not in _held:
                 _held[name] = stream.use = _Use()
