@@ -11,8 +11,8 @@ import torch
 
 import specdec as sd
 from specdec.arm_policy import Arm
-from specdec.lab.auto import _rows, _with_idle
-from specdec.lab.auto_runs import FEW, Measured, each, estimates, spread_of
+from specdec.lab.auto import _rows
+from specdec.lab.auto_runs import FEW, Measured, drained, each, estimates, spread_of
 from specdec.selectors.kinds import ByTemperature
 
 BAD, GOOD = (sd.TableModel.random(vocab_size=6, order=1, seed=seed) for seed in (1, 0))
@@ -196,36 +196,30 @@ def test_what_a_draft_reads_counts():
     arms = {"a/2": Arm(sd.drafts.Model(BAD), 2)}
     rest = {"plain": (1.0,), "a/2": (1.2,)}
     for told, ratio in ((0.0, 2 / 1.5), (0.25, 2 / (1.5 + 2 * 0.25))):
-        plain, small = _rows(arms, runs, (1,), {"a/2": (0.3,)}, rest, {"a/2": told}, True)
+        plain, small = _rows(arms, runs, (1,), {"a/2": (0.3,)}, rest, {"a/2": told}, {})
         assert (plain["ratio"], small["milliseconds"]) == (1, pytest.approx(1500))
         assert small["ratio"] == pytest.approx(ratio)
+    small = _rows(arms, runs, (1,), {"a/2": (0.3,)}, rest, {"a/2": 0.25}, {"a/2": (0.5,)})[1]
+    assert (small["ratio"], small["milliseconds"]) == (pytest.approx(2 / 2.5), pytest.approx(1500))
 
 
-@pytest.mark.parametrize("told", [0.0, 0.25])
-def test_what_a_batch_loses_as_its_rows_end_counts(told):
-    """With it, rounds promise what whole calls had."""
-    runs = {
-        "plain": Measured(None, None, tokens=10, rounds=10, calls={2: [(11.0, 20), (9.0, 20)]}),
-        "a/2": Measured(None, None, tokens=20, rounds=10, calls={2: [(8.0, 20), (9.0, 20)]}),
-    }
-    for run in runs.values():
-        run.decoder = sd.decoder(GOOD).build()
-    arms, rest = {"a/2": Arm(sd.drafts.Model(BAD), 2)}, {"plain": (1.0,), "a/2": (1.2,)}
-    made = lambda draft, refilled: _rows(arms, runs, (2,), draft, rest, {"a/2": told}, refilled)  # noqa: E731
-    draft = {"a/2": (0.3,)}
-    calls, rounds = made(draft, False), made(draft, True)
-    assert [row["tokens_per_second"] for row in calls] == [2.0, 40 / 17]
-    assert calls[1]["ratio"] == pytest.approx(20 / 17)
-    longer = _with_idle(calls, rounds, draft, (2,))
-    if rounds[1]["ratio"] > 20 / 17:
-        assert made(longer, True)[1]["ratio"] == pytest.approx(20 / 17)
-    else:  # the rounds promise no more than that
-        assert longer == draft
+def test_what_a_batch_loses_as_its_rows_end():
+    """One row has 2 tokens a round and the other 1, by hand."""
+    rows = [("all", np.array([[10.0, 10.0], [10.0, accepted]])) for accepted in (10.0, 0.0)]
+    linear, constant = lambda n: 3.0 * n, lambda n: np.full(len(n), 4.0)
+    for batch in (1, 2, 5):
+        assert drained(rows, batch, linear) == pytest.approx(3 * batch)
+    assert drained(rows, 1, constant) == pytest.approx(4)
+    # Of two rows, drawn with replacement, the slower is of the slow kind in three of four batches: 0.5 * 1/4 + 1 * 3/4 rounds a token, and a row has 0.75.
+    assert drained(rows, 2, constant) == pytest.approx(4 * 0.875 / 0.75, rel=0.02)
+    same = [rows[0]] * 3
+    assert drained(same, 4, constant) == pytest.approx(4)
+    assert drained([("all", np.zeros((2, 2)))], 2, constant) == 4  # no whole round was seen
 
 
 @pytest.mark.parametrize(("refilled", "best"), [(True, "half/3"), (False, "plain")])
 def test_a_batch_is_refilled_as_its_rows_end_or_not(refilled, best):
-    """The draft is always right about one of two rows and always wrong about the other, which alone decides how long a call takes."""
+    """The draft is always right about one of two rows and always wrong about the other, which alone decides how long both take."""
 
     def slow(following, milliseconds):
         made = Slow(0, milliseconds)
@@ -233,9 +227,9 @@ def test_a_batch_is_refilled_as_its_rows_end_or_not(refilled, best):
         return made
 
     base = sd.decoder(slow([1, 0, 3, 2], 8)).greedy()
-    drafts, prompts = {"half": slow([1, 0, 2, 3], 0.5)}, [[0], [2]]
-    found = sd.auto(base, drafts, prompts, 3, batches=2, new_tokens=24, repeats=2, refilled=refilled)
-    assert found.best == {2: best}
+    drafts, prompts = {"half": slow([1, 0, 2, 3], 0.75)}, [[0], [2]]
+    found = sd.auto(base, drafts, prompts, 3, batches=(1, 2), new_tokens=24, repeats=3, refilled=refilled)
+    assert found.best[2] == best
     out = found.decoder.generate(prompts, 24, seed=0)
     first = found.decoder.generate(prompts, 3, seed=0)
     assert (first.stats.drafted > 0) == (best != "plain")

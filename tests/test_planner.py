@@ -275,7 +275,7 @@ def test_what_does_not_fit_is_refused():
     for changes, match in (
         ({"sizes": (8, 1)}, "ascending"),
         ({"plain": (1.0,)}, "plain has 1 entries"),
-        ({"read": (0.0,)}, "and read 1: give all three"),
+        ({"read": (0.0,)}, "read 1 and idle 0: give all for every arm"),
         ({"plain": (0.0, 1.0)}, "not finite|takes none"),
     ):
         with pytest.raises(ValueError, match=match):
@@ -417,6 +417,22 @@ def test_a_choice_is_held_while_the_rows_stay_and_longer_if_it_is_made_again(hol
     assert [len(ids) for ids in out.ids] == [12, 33]
     assert [row[-1] for row in asked] == lengths  # the first row leaves after 12 tokens: a new choice at once
     assert len(told) == 2  # of the rounds in which a row left: no row drafted
+
+
+def test_what_a_batch_loses_later_is_charged_whoever_uses_an_arm():
+    """Also where one row of three uses it, and nothing where none does."""
+    part = selector(margin=0.0)
+    idle = tuple((0.0, 0.7 * a) for a in range(5))
+    charged = dataclasses.replace(part, table=dataclasses.replace(part.table, idle=idle))
+    for batch, share in ((1, 0.0), (3, 2 / 7), (8, 1.0)):
+        _, ours, _ = charged._cost(batch)
+        _, theirs, _ = part._cost(batch)
+        caps = part._caps[0]
+        more = np.where(caps >= 0, 0.7 * caps * share, 0.0)
+        assert np.allclose(ours[..., 1:] - theirs[..., 1:], more[..., None])
+        assert np.array_equal(ours[..., 0], theirs[..., 0])
+    with pytest.raises(ValueError, match="idle 2"):
+        dataclasses.replace(part.table, idle=idle[:2])
 
 
 def test_counts_fade_for_the_plain_rounds_that_there_were():

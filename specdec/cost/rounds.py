@@ -19,7 +19,8 @@ class RoundTable:
     Attributes:
         sizes: measured batches, ascending. plain: of a plain round, by size. draft: by arm, of drafting for all rows, by size. verify: by arm, what
             a row that has a proposal adds to a round beside drafting, by size. read: by arm, for each token of a row's text that its draft has not read.
-            All zeros for an arm that does not speculate.
+            All zeros for an arm that does not speculate. idle: by arm, what a round of the batch, whoever uses the arm, costs later, when rows that it has
+            finished early are missing, by size; empty: nothing.
     Raises:
         ValueError: sizes that do not ascend, a table of another length, or seconds that are negative or not finite.
     """
@@ -29,24 +30,26 @@ class RoundTable:
     draft: tuple[tuple[float, ...], ...]
     verify: tuple[tuple[float, ...], ...]
     read: tuple[float, ...]
+    idle: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         sizes = self.sizes
         if not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes)):
             raise ValueError(f"sizes is {sizes}: give batch sizes from 1 on, ascending")
         tables = {"plain": self.plain} | {
-            f"{name}[{a}]": t for name in ("draft", "verify") for a, t in enumerate(vars(self)[name])
+            f"{name}[{a}]": t for name in ("draft", "verify", "idle") for a, t in enumerate(vars(self)[name])
         }
         for name, table in tables.items():
             if len(table) != len(sizes):
                 raise ValueError(
                     f"{name} has {len(table)} entries and there are {len(sizes)} sizes: give one for each size"
                 )
-        if not len(self.draft) == len(self.verify) == len(self.read):
+        if not len(self.draft) == len(self.verify) == len(self.read) == len(self.idle or self.read):
             raise ValueError(
-                f"draft has {len(self.draft)} arms, verify {len(self.verify)} and read {len(self.read)}: give all three for every arm"
+                f"draft has {len(self.draft)} arms, verify {len(self.verify)}, read {len(self.read)} and idle {len(self.idle)}: give all for "
+                "every arm, or no idle"
             )
-        flat = [*self.plain, *self.read, *np.ravel(self.verify), *np.ravel(self.draft)]
+        flat = [*self.plain, *self.read, *np.ravel(self.verify), *np.ravel(self.draft), *np.ravel(self.idle)]
         if not (np.isfinite(flat).all() and min(flat) >= 0 and min(self.plain) > 0):
             raise ValueError(
                 "seconds are negative or not finite, or a plain round takes none: give measured seconds"
@@ -67,6 +70,12 @@ class RoundTable:
     def verifying(self, batch: int) -> np.ndarray:
         """``[arms]``: seconds that a row with a proposal adds to a round of ``batch`` rows, beside drafting."""
         return np.array([np.interp(batch, self.sizes, seconds) for seconds in self.verify])
+
+    def idling(self, batch: int) -> np.ndarray:
+        """``[arms]``: seconds that the use of an arm in a round of ``batch`` rows costs later."""
+        return np.array(
+            [np.interp(batch, self.sizes, seconds) for seconds in self.idle or self.draft]
+        ) * bool(self.idle)
 
     def plainly(self, batch: int) -> float:
         """Seconds of a plain round."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from specdec.arguments import at_least, counts
 from specdec.arm_policy import Arm
 from specdec.builder import Builder
@@ -15,7 +17,7 @@ from specdec.capabilities import DraftInfo, DraftPart
 from specdec.cost.rounds import RoundTable
 from specdec.decoder import Decoder
 from specdec.executors.serial import Serial
-from specdec.lab.auto_runs import Measured, each, estimates, reading
+from specdec.lab.auto_runs import Measured, drained, each, estimates, reading
 from specdec.lab.console import progress, table
 from specdec.parts import as_draft
 from specdec.prompts import Prompts, rows_of
@@ -104,8 +106,8 @@ def auto(
         repeats: runs of each, after one that is not counted. margin: relative gain below which rows are decoded plainly. seed: of the random numbers.
         kind: given a ``Context`` of some rows, the kind of each, anything hashable. Chances are estimated for each kind apart. It is asked once for each request,
             after the prompt and the first new token. By default a request's kind is its temperature, if each has its own.
-        refilled: whether a row that ends is replaced by the next request, as ``serve`` does. Otherwise a batch gets smaller as its rows end, and a draft
-            that some rows accept less than others gains less; whole calls are compared then, instead of rounds of all rows.
+        refilled: whether a row that ends is replaced by the next request, as in ``serve``. Otherwise a batch gets smaller as its rows end, and a draft that
+            some rows accept less than others gains less, because the slowest row decides when all are done.
     Raises:
         TypeError: base is no builder, or drafts no mapping of at least one. ValueError: a draft of trees or with temperatures of its own for each request, no
             length that it can have, another executor, a number below 1, or more temperatures than rows to measure.
@@ -147,16 +149,15 @@ def auto(
     done = 0
     for batch in sizes:
         for repeat in range(-1, repeats):
-            turn, reads = range(done, done + batch), None
-            for name, run in runs.items():  # plain decoding first, whose prefill is the target's reading
+            turn = range(done, done + batch)
+            for name, run in runs.items():
                 progress(f"{name}, batch {batch}, repeat {repeat + 1} of {repeats}")
-                reads = run.measure(
+                run.measure(
                     [ids[i % len(ids)] for i in turn],
                     [one_of_each[(i + i // len(ids)) % len(one_of_each)] for i in turn],
                     new_tokens if repeat >= 0 else min(new_tokens, 2 * longest + 4),
                     seed + 1000 * (repeat + 1),
                     repeat >= 0,
-                    reads,
                 )
             done += batch if repeat >= 0 else 0
     progress()
@@ -221,17 +222,14 @@ def _decided(
     most = max(arm.length or 0 for arm in arms.values())
     kinds, prior, spread = estimates([(number[name], runs[name].rows) for name in arms], len(unique), most)
     nothing = (0.0,) * len(sizes)
-    prompt = sum(map(len, ids)) / len(ids)
-    told = {name: read[number[name]] * prompt / new_tokens for name in arms}
-    rows = _rows(arms, runs, sizes, draft, rest, told, refilled)
-    if not refilled:
-        draft = _with_idle(rows, _rows(arms, runs, sizes, draft, rest, told, True), draft, sizes)
+    idle = {} if refilled else {name: _idle(runs[name], sizes, rest[name], draft[name]) for name in arms}
     times = RoundTable(
         sizes,
         rest["plain"],
         (nothing, *draft.values()),
         (nothing, *verify.values()),
         (0.0, *(read[number[name]] for name in arms)),
+        (nothing, *idle.values()) if idle else (),
     )
     selector = Planner(
         ((-1, 0), *((number[name], arm.length or 0) for name, arm in arms.items())),
@@ -243,21 +241,21 @@ def _decided(
         margin=margin,
         horizon=new_tokens,
     )
-    return Auto(base.pool({"none": None, **arms}, selector).build(), rows, selector)
+    decoder = base.pool({"none": None, **arms}, selector).build()
+    prompt = sum(map(len, ids)) / len(ids)
+    told = {name: read[number[name]] * prompt / new_tokens for name in arms}
+    return Auto(decoder, _rows(arms, runs, sizes, draft, rest, told, idle), selector)
 
 
-def _with_idle(
-    calls: list[dict[str, Any]], rounds: list[dict[str, Any]], draft: Mapping[str, Any], sizes: Sequence[int]
-) -> dict[str, tuple[float, ...]]:
-    """Seconds of drafting with those that a batch loses because its rows end one after another: so many that rounds promise what whole calls had."""
-    lost = {
-        (b["method"], b["batch"]): b["batch"]
-        * b["tau"]
-        / b["tokens_per_second"]
-        * max(0.0, b["ratio"] / a["ratio"] - 1)
-        for a, b in zip(calls, rounds)
-    }
-    return {name: tuple(s + lost[name, B] for s, B in zip(draft[name], sizes)) for name in draft}
+def _idle(
+    run: Measured, sizes: Sequence[int], rest: Sequence[float], draft: Sequence[float]
+) -> tuple[float, ...]:
+    """By batch: what a round of all rows costs later, when those that it has finished early are missing."""
+    whole = np.add(rest, draft)
+    return tuple(
+        max(0.0, drained(run.rows, B, lambda rows: np.interp(rows, sizes, whole)) - float(now))
+        for B, now in zip(sizes, whole)
+    )
 
 
 def _rows(
@@ -267,12 +265,12 @@ def _rows(
     draft: Any,
     rest: Any,
     told: Mapping[str, float],
-    refilled: bool,
+    idle: Mapping[str, Sequence[float]],
 ) -> list[dict[str, Any]]:
-    """Tokens a second of each method at each batch: in rounds of all rows, if a batch is refilled, otherwise in whole calls.
+    """Tokens a second of each method at each batch.
 
     Args:
-        told: seconds of an arm's draft to read the prompt, for each new token, which rounds do not contain.
+        told: seconds of an arm's draft to read the prompt, for each new token. idle: as in ``RoundTable``, by batch; empty: nothing.
     """
     rows = []
     for i, B in enumerate(sizes):
@@ -280,8 +278,8 @@ def _rows(
         for name, run in runs.items():
             seconds = rest[name][i] + (draft[name][i] if name in arms else 0.0)
             tokens = B * (run.tokens / max(run.rounds, 1) if name in arms else 1.0)
-            rate = tokens / (seconds + tokens * told.get(name, 0.0)) if refilled else run.rate(B)
-            speed[name] = (rate, seconds)
+            later = idle[name][i] if name in idle else 0.0
+            speed[name] = (tokens / (seconds + later + tokens * told.get(name, 0.0)), seconds)
         best = max(speed, key=lambda name: speed[name][0])
         for name, (rate, seconds) in speed.items():
             arm, run = arms.get(name), runs[name]

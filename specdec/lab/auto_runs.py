@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -17,6 +17,7 @@ from specdec.lab.clock import sync
 from specdec.selectors.kinds import Kind, kinds_of
 from specdec.types import Context, Round
 
+BATCHES = 2000  # drawn of the measured rows, to see how a batch gets smaller
 FEW = 8  # rounds of all rows that count for each kind, and rows of a kind of which no spread is estimated
 BURSTS = 4.0
 """A row's failures come in bursts, so as many say less about the rest of its text than their number does; chosen on validation prompts."""
@@ -28,7 +29,6 @@ class Measured:
 
     Attributes:
         seconds: by batch, of drafting and of everything else, of every round. proposals: by batch, share of rows with a proposal, of every round.
-        calls: by batch, of each whole call: its seconds without the target's reading of the prompts, and its tokens after the first of each row.
         rows: of each row of each run: its kind, and ``[1 + K, 2]``, rounds (all, with a proposal) and (tested, accepted) by position.
     """
 
@@ -36,28 +36,18 @@ class Measured:
     kind: Kind | None
     seconds: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     proposals: dict[int, list[float]] = field(default_factory=dict)
-    calls: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     rows: list[tuple[Hashable, np.ndarray]] = field(default_factory=list)
     tokens: int = 0
     rounds: int = 0
     as_request: dict[tuple[int, ...], Decoder] = field(default_factory=dict)
 
     def measure(
-        self,
-        prompts: list[list[int]],
-        requests: list[int],
-        new_tokens: int,
-        seed: int,
-        counted: bool,
-        reading: float | None = None,
-    ) -> float:
-        """Decode once; the call is timed, and its rounds in which all rows are active.
+        self, prompts: list[list[int]], requests: list[int], new_tokens: int, seed: int, counted: bool
+    ) -> None:
+        """Decode once; rounds in which all rows are active are timed.
 
         Args:
-            requests: whose temperatures the rows have, where each request has its own. reading: seconds in which the target reads the prompts; ``None``:
-                those of this call's prefill, for a decoder without a draft.
-        Returns:
-            ``reading``.
+            requests: whose temperatures the rows have, where each request has its own.
         """
         B, k = len(prompts), self.decoder.length
         tested = np.zeros((B, 1 + k, 2))
@@ -89,18 +79,10 @@ class Measured:
             began[0] = perf_counter()
 
         seeds = [seed + i for i in range(B)]
-        decoder, start = self._as(tuple(requests)), perf_counter()
-        out = decoder.generate(prompts, new_tokens, seed=seeds, eos_token_id=(), on_round=mark)
-        whole, reading = perf_counter() - start, out.stats.seconds["prefill"] if reading is None else reading
+        decoder = self._as(tuple(requests))
+        decoder.generate(prompts, new_tokens, seed=seeds, eos_token_id=(), on_round=mark)
         if counted:
-            self.calls.setdefault(B, []).append((whole - reading, sum(map(len, out.ids)) - B))
             self.rows += [(kinds.get(row), tested[row]) for row in range(B)]
-        return reading
-
-    def rate(self, batch: int) -> float:
-        """Tokens a second of whole calls."""
-        seconds, tokens = zip(*self.calls[batch])
-        return sum(tokens) / max(sum(seconds), 1e-9)
 
     def mean(self, batch: int) -> tuple[float, float]:
         """Mean seconds of drafting and of everything else, without the 5 % at each end. Rounds with a proposal and rounds without one differ, so
@@ -154,6 +136,25 @@ def each(run: Measured, batch: int, seconds: float, plain: float) -> float:
     """What a row that has a proposal adds to a plain round beside drafting; not less than nothing."""
     rows = batch * float(np.mean(run.proposals[batch]))
     return max(0.0, (seconds - plain) / rows) if rows else 0.0
+
+
+def drained(
+    rows: Sequence[tuple[Hashable, np.ndarray]], batch: int, seconds: Callable[[np.ndarray], np.ndarray]
+) -> float:
+    """Seconds of a round of a batch of equal budgets, with those that it costs later, when rows that have ended are missing and are not replaced: by
+    the rows' own rounds, in batches drawn anew. For one row, and where a round's seconds are in proportion to its rows, those of the round.
+
+    Args:
+        rows: ``Measured.rows``. seconds: of a round of so many rows.
+    """
+    rounds = np.array([row[0, 0] for _, row in rows])
+    tokens = rounds + np.array([row[1:, 1].sum() for _, row in rows])
+    some = rounds > 0
+    if not some.any():
+        return float(seconds(np.array([batch]))[0])
+    each = np.sort(np.random.default_rng(0).choice(rounds[some] / tokens[some], (BATCHES, batch)), 1)
+    stages = np.diff(each, prepend=0.0, axis=1)  # in each, the rows that need more rounds are left
+    return float((stages * seconds(np.arange(batch, 0, -1))).sum(1).mean() / each.mean())
 
 
 def spread_of(rows: np.ndarray) -> float:

@@ -305,12 +305,15 @@ class Planner:
         return {}
 
     def _cost(self, batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """``[M, arms]`` seconds of drafting that one more row adds, ``[M, drafts, batch + 1]`` seconds of drafting for so many rows, and ``[arms]`` seconds
-        that a row with a proposal adds to verification."""
+        """``[M, arms]`` seconds of drafting that one more row adds, ``[M, drafts, batch + 1]`` seconds of drafting for so many rows, with what that costs later, and
+        ``[arms]`` seconds that a row with a proposal adds to verification."""
         if batch not in self._costs:
             caps, _ = self._caps
             each = (self.table.drafting(caps, batch) - self.table.drafting(caps, 1)) / max(batch - 1, 1)
-            whole = self.table.drafting(caps[..., None], np.arange(batch + 1))
+            rows = np.arange(batch + 1)
+            whole = self.table.drafting(caps[..., None], rows) + np.where(
+                rows > 0, self.table.idling(batch)[caps][..., None], 0.0
+            )
             self._costs[batch] = (
                 np.where(self._draft >= 0, each[:, self._draft], 0.0),
                 np.where(caps[..., None] >= 0, whole, 0.0),
