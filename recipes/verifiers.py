@@ -56,12 +56,6 @@ def ways(small: sd.HFModel) -> dict[str, tuple[Any, int, tuple[Any, ...]]]:
     }
 
 
-def in_turn(names: list[str], turn: int) -> list[str]:
-    """Another one comes first at each turn."""
-    at = turn % len(names)
-    return names[at:] + names[:at]
-
-
 def main(s: Settings) -> None:
     s.begin()
     target, small = sd.HFModel(*zoo.load("pocket-target")), sd.HFModel(*zoo.load(s.draft))
@@ -82,7 +76,8 @@ def main(s: Settings) -> None:
             ):
                 some = prompts[start : start + s.batch]
                 seeds = [1_000_003 * (repeat + 1) + s.seed + start + i for i in range(len(some))]
-                for name in in_turn(list(decoders), turn):
+                at = turn % len(decoders)  # another verifier at each turn
+                for name in [*decoders][at:] + [*decoders][:at]:
                     progress(f"{drafting}, {name}, run {repeat + 1} of {s.repeats}")
                     out = decoders[name].generate(some, s.new_tokens + 1, seed=seeds, eos_token_id=())
                     mine = [one.rounds for one in out.row_stats]

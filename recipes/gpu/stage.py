@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -96,6 +97,7 @@ class Stage:
             traceback.print_exc()
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+            said = said.replace(f"{tempfile.gettempdir()}/", "")
             if type(error).__name__ in TOO_LARGE:
                 self.empty()
                 self.skip(name, f"not run: {said}")

@@ -197,18 +197,8 @@ class Child:
     def __init__(self, s: Settings, name: str, share: str):
         self.name, self.rest = name, ""
         self.file = tempfile.NamedTemporaryFile("r", suffix=f".{name}.jsonl", encoding="utf-8")  # noqa: SIM115
-        words = [
-            sys.executable,
-            "-X",
-            "faulthandler",
-            __file__,
-            "--stages",
-            name,
-            "--seed",
-            str(s.seed),
-            "--device",
-            s.device,
-        ]
+        words = [sys.executable, "-X", "faulthandler", __file__]
+        words += ["--stages", name, "--seed", str(s.seed), "--device", s.device]
         words += ["--rows", self.file.name, "--share", share]
         words += [] if s.json is None else ["--json", s.json]  # files beside the report
         # Several processes share the cores with those of another stage.

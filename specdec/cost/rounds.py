@@ -73,9 +73,9 @@ class RoundTable:
 
     def idling(self, batch: int) -> np.ndarray:
         """``[arms]``: seconds that the use of an arm in a round of ``batch`` rows costs later."""
-        return np.array(
-            [np.interp(batch, self.sizes, seconds) for seconds in self.idle or self.draft]
-        ) * bool(self.idle)
+        if not self.idle:
+            return np.zeros(len(self.read))
+        return np.array([np.interp(batch, self.sizes, seconds) for seconds in self.idle])
 
     def plainly(self, batch: int) -> float:
         """Seconds of a plain round."""

@@ -42,9 +42,8 @@ class HeadDrafting(Drafting):
         if memory is not None:
             self.store = StaticStore(memory)
             self.plans = RingPlans(memory, self.store)
-            if whole(
-                memory
-            ):  # a slot is a position, also one of the extra slots, for blocks at the text's end
+            if whole(memory):
+                # A slot is a position, also one of the extra slots, for blocks at the text's end.
                 self.plans.size = self.plans.window = memory.slots
             self.rows = memory._whole[0].shape[1]
 
