@@ -217,9 +217,9 @@ def test_what_a_batch_loses_as_its_rows_end():
     assert drained([("all", np.zeros((2, 2)))], 2, constant) == 4  # no whole round was seen
 
 
-@pytest.mark.parametrize(("refilled", "best"), [(True, "half/3"), (False, "plain")])
+@pytest.mark.parametrize(("refilled", "best"), [(True, "half/7"), (False, "plain")])
 def test_a_batch_is_refilled_as_its_rows_end_or_not(refilled, best):
-    """The draft is always right about one of two rows and always wrong about the other, which alone decides how long both take."""
+    """The draft is always right about half of the rows and always wrong about the others, which alone decide how long all take."""
 
     def slow(following, milliseconds):
         made = Slow(0, milliseconds)
@@ -227,9 +227,9 @@ def test_a_batch_is_refilled_as_its_rows_end_or_not(refilled, best):
         return made
 
     base = sd.decoder(slow([1, 0, 3, 2], 8)).greedy()
-    drafts, prompts = {"half": slow([1, 0, 2, 3], 0.75)}, [[0], [2]]
-    found = sd.auto(base, drafts, prompts, 3, batches=(1, 2), new_tokens=24, repeats=3, refilled=refilled)
-    assert found.best[2] == best
+    drafts, prompts = {"half": slow([1, 0, 2, 3], 0.25)}, [[0], [2]] * 4
+    found = sd.auto(base, drafts, prompts, 7, batches=8, new_tokens=24, repeats=2, refilled=refilled)
+    assert found.best == {8: best}
     out = found.decoder.generate(prompts, 24, seed=0)
     first = found.decoder.generate(prompts, 3, seed=0)
     assert (first.stats.drafted > 0) == (best != "plain")
