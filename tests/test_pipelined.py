@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise, zip_longest
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -168,6 +169,18 @@ def test_streams_stop_strings_and_a_batch_of_one(models):
             pieces[piece.row] += piece.ids
         assert list(pieces.values()) == base.build().generate(PROMPTS, BUDGETS, seed=4).ids
     nothing_is_left()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no list of the system's threads")
+def test_the_system_s_thread_has_ended_too(models):
+    """Python joins a thread before that frees what MKL holds, under a lock that a fork would copy as locked."""
+    target, small, _ = models
+    decoder = sd.decoder(target).draft(small, 3).executor(Pipelined(2)).build()
+    decoder.generate(PROMPTS, 4, seed=0)
+    before = len(os.listdir("/proc/self/task"))
+    for seed in range(40):
+        decoder.generate(PROMPTS[:2], 2, seed=seed)
+        assert len(os.listdir("/proc/self/task")) <= before
 
 
 def test_two_runs_at_the_same_time(models):
@@ -336,18 +349,18 @@ def test_columns_without_nodes_take_no_room(table):
 
 def test_what_a_drafting_process_sends_is_small(monkeypatch):
     """A pipe full of answers would stop the process, which then reads no request: neither side would go on."""
-    from specdec.executors import worker
+    from specdec.executors import forked
 
-    own = worker._dumps
+    own = forked._dumps
 
     def small(value):
         made = own(value)
-        assert not isinstance(value, worker.DraftResponse) or len(made) < 4096
+        assert not isinstance(value, forked.DraftResponse) or len(made) < 4096
         return made
 
     target, draft = (sd.TableModel.random(8, order=1, seed=seed) for seed in (0, 1))
     prompts = [[n % 8] for n in range(48)]
-    monkeypatch.setattr(worker, "_dumps", small)
+    monkeypatch.setattr(forked, "_dumps", small)
     for kind in (sd.drafts.Tree(draft, (3, 3, 2)), sd.drafts.NGram()):
         base = sd.decoder(target).draft(kind)
         same(

@@ -17,10 +17,11 @@ import torch
 from specdec.arguments import at_least
 from specdec.capabilities import ModelInfo
 from specdec.composition import Composition
+from specdec.executors.forked import ProcessWorker
 from specdec.executors.round import MicroBatch
 from specdec.executors.scheduler import Scheduler, reading
 from specdec.executors.timeline import Timeline
-from specdec.executors.worker import ProcessWorker, ThreadWorker
+from specdec.executors.worker import ThreadWorker
 from specdec.rng import Rng
 from specdec.stop_rules import StopRules
 from specdec.types import Context, Round
