@@ -24,6 +24,11 @@ def models():
     return sd.HFModel(target), arms, [[1, 2, 3, 4 + b] for b in range(8)]
 
 
+def rounds_of(count, rows, whole, draft, drafted):
+    """What ``timed`` says of equal rounds."""
+    return whole, [Part(rows, draft, 0.0, drafted, 1.0 + n * whole) for n in range(count)]
+
+
 def test_planted_seconds_are_recovered(monkeypatch):
     target, arms, prompts = models()
     model = arms["model"].draft
@@ -37,15 +42,15 @@ def test_planted_seconds_are_recovered(monkeypatch):
         kind = type(decoder.draft).__name__
         k = decoder.length
         draft = {"Model": k * (2e-3 + 1e-3 * b), "NGram": 3e-4 * b}.get(kind, 0.0)
-        d = k if kind in ("Model", "NGram") else 0
-        verify = 5e-3 + 1e-3 * b + 1e-4 * b * d
-        return draft + verify, [Part(b, draft, verify)] * rounds
+        d = {"Model": k * b, "NGram": 2 * b}.get(kind, 0)  # the n-gram finds two of three
+        around = 6e-4 * b if kind == "NGram" else 0.0  # outside of its drafting, and its own all the same
+        return rounds_of(rounds, b, draft + around + 5e-3 + 1e-3 * b + 1e-4 * d, draft, d)
 
     monkeypatch.setattr(arm_times, "timed", planted)
     times = measured(target, arms, prompts, rounds=2, repeats=1, sampling=warm)
     assert seen == {(1, 1), (2, 2), (4, 3), (8, 4)}
     flat = [x for pair in times.draft for x in pair]
-    assert flat == pytest.approx([2e-3, 1e-3, 0, 1e-4, 0, 0, 2e-3, 1e-3], abs=1e-12)
+    assert flat == pytest.approx([2e-3, 1e-3, 0, 4.5e-4, 0, 0, 2e-3, 1e-3], abs=1e-9)
     assert times.verify == pytest.approx((5e-3, 1e-3, 1e-4))
     assert times.read[0] > 0 == times.read[1] == times.read[2]  # an n-gram has nothing to read
 
@@ -58,17 +63,18 @@ def test_models_of_one_size_share_their_measurements(monkeypatch):
 
     def planted(decoder, prompts, rounds, micro, seed):
         draft = decoder.draft
+        b = len(prompts)
         if isinstance(draft, drafts.NGram):
-            return 0.0, [
-                Part(len(prompts), 0.0, 1.0)
-            ] * rounds  # its verification is not fitted: it proposes what it finds
+            return rounds_of(
+                rounds, b, 1.0, 0.0, 0
+            )  # its verification is not fitted: it proposes what it finds
         slow = {id(arms["model"].draft.model): 1e-3, id(twin.model): 3e-3, id(large.model): 8e-3}
         d = slow.get(id(getattr(draft, "model", None)), 0.0)
-        return 0.0, [Part(len(prompts), d * len(prompts), 2e-3 * len(prompts))] * rounds
+        return rounds_of(rounds, b, (d + 2e-3) * b, d * b, b * (d > 0))
 
     monkeypatch.setattr(arm_times, "timed", planted)
     arms |= {"twin": Arm(twin, 1), "large": Arm(large, 1)}
-    times = measured(target, arms, prompts, rounds=1, repeats=1)
+    times = measured(target, arms, prompts, rounds=2, repeats=1)
     assert times.draft[0] == times.draft[3] == pytest.approx((0, 2e-3), abs=1e-9)
     assert times.draft[4] == pytest.approx((0, 8e-3), abs=1e-9)
     assert times.read[0] == times.read[3] != times.read[4]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -76,7 +77,8 @@ def measured(
     """Fit the seconds of rounds to serial rounds of all prompts, of half and of a quarter of them, and of one, each arm alone.
 
     Models of one size and length share their measurements: a difference between them is noise, which a selector would take for an advantage.
-    Verification is fitted to rounds of drafts that always propose as many tokens, and to plain rounds. Reading is timed for drafts with a
+    Verification, with what Python does around it, is fitted to plain rounds and to rounds of drafts that always propose as many tokens, less their
+    drafting. An arm's drafting is what its whole rounds take beyond that. Reading is timed for drafts with a
     model of their own, on the first prompt. Drafts that read with the target's pass have no such cost.
 
     Args:
@@ -99,29 +101,33 @@ def measured(
         name: (weights(arm.draft.model) if isinstance(arm.draft, Model) else name, lengths[name])
         for name, arm in arms.items()
     }
-    parts: dict[tuple[Any, int], list[tuple[float, float]]] = {}
+    runs: dict[tuple[Any, int], list[tuple[float, float, int]]] = {}
     reads: dict[Any, list[float]] = {}
     for turn in range(repeats + 1):
         for name, by_size in decoders.items():
             for size, decoder in by_size.items():
-                found = timed(decoder, spread(prompts, size), rounds, 1, seed + turn)[1]
+                parts = timed(decoder, spread(prompts, size), rounds, 1, seed + turn)[1]
                 if turn:
-                    parts.setdefault((kind[name], size), []).extend((p.draft, p.verify) for p in found)
+                    runs.setdefault((kind[name], size), []).extend(
+                        (here.ended - before.ended, here.draft, here.drafted)
+                        for before, here in pairwise(parts)
+                    )
             if turn:
                 reads.setdefault(kind[name], []).append(_reading(by_size[1].draft, list(prompts[0])))
-    draft = []
-    for name, k in lengths.items():
-        middle = [median(d for d, _ in parts[kind[name], size]) for size in sizes]
-        fixed, row = _fitted([[1, size] for size in sizes], middle) if k else (0.0, 0.0)
-        draft.append((fixed / max(k, 1), row / max(k, 1)))
     models = any(isinstance(arm.draft, Model) for arm in arms.values())
     points = [
-        (size, lengths[name], median(v for _, v in parts[kind[name], size]))
+        (size, lengths[name], median(whole - draft for whole, draft, _ in runs[kind[name], size]))
         for name, arm in arms.items()
         if arm.draft is None or isinstance(arm.draft, Model) or not models
         for size in sizes
     ]
-    fixed, row, token = _fitted([[1, size, size * d] for size, d, _ in points], [v for *_, v in points])
+    fixed, row, token = _fitted([[1, size, size * d] for size, d, _ in points], [rest for *_, rest in points])
+    draft = []
+    for name, k in lengths.items():
+        found = [(size, *map(median, zip(*runs[kind[name], size]))) for size in sizes]
+        beyond = [whole - (fixed + row * size + token * drafted) for size, whole, _, drafted in found]
+        per_step, per_row = _fitted([[k, drafted] for *_, drafted in found], beyond, [x[1] for x in found])
+        draft.append((per_step, per_row) if k else (0.0, 0.0))
     return RoundTimes(tuple(draft), (fixed, row, token), tuple(median(reads[kind[name]]) for name in arms))
 
 
@@ -170,9 +176,11 @@ def _length(name: str, arm: Arm) -> int:
     return 0 if arm.draft is None else arm.length or 0
 
 
-def _fitted(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Coefficients, none negative, of least relative squares."""
-    scale = np.maximum(seconds, 1e-9)
+def _fitted(
+    features: Sequence[Sequence[float]], seconds: Sequence[float], whole: Sequence[float] | None = None
+) -> list[float]:
+    """Coefficients, none negative, of least squares, relative to the seconds of ``whole`` (default: to those that are fitted)."""
+    scale = np.maximum(whole or seconds, 1e-9)
     return nnls(np.array(features) / scale[:, None], np.array(seconds) / scale)[0].tolist()
 
 

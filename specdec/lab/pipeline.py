@@ -19,12 +19,13 @@ from specdec.types import Round
 
 
 class Part(NamedTuple):
-    """A round: its number of rows, the seconds of drafting and of verification, and the tokens that were drafted."""
+    """A round: its number of rows, the seconds of drafting and of verification, the tokens that were drafted, and when it ended."""
 
     rows: int
     draft: float
     verify: float
     drafted: int = 0
+    ended: float = 0.0
 
 
 class Mode(NamedTuple):
@@ -156,7 +157,9 @@ def timed(
             marks.append(perf_counter())
             s = round.seconds
             drafted = int(round.proposal.size.sum())
-            parts.append(Part(len(round.committed), s["draft"], s["target"] + s["verify"], drafted))
+            parts.append(
+                Part(len(round.committed), s["draft"], s["target"] + s["verify"], drafted, marks[-1])
+            )
         if len(marks) > rounds * micro:
             raise _Enough
 
