@@ -5,8 +5,9 @@
 Requests of three domains and of several temperatures, with ragged prompts, are decoded in one batch. Prompts of validation packages are for learning and for the
 seconds that rounds are charged; the workloads are made of prompts of test packages. Rows: `configuration, batch, cores, attention, goodput`
 (tokens a second after the prefill, tokens of all workloads over their seconds), its ratios to `plain`, `smallest` and `best_fixed` of
-the same batch, cores and attention, tau, the share of rounds of each `arms`, and milliseconds of a round by stage. Intervals (`_low`, `_high`) are 95 % bootstraps over workloads; with
-fewer than 5 workloads there are none.
+the same batch, cores and attention (`ratio_to_`, and `call_to_` by the seconds of whole calls, with the prefill: a pipeline's drafts read the
+prompts after it), tau, the share of rounds of each `arms`, and milliseconds of a round by stage. Intervals (`_low`, `_high`) are 95 %
+bootstraps over workloads; with fewer than 5 workloads there are none.
 
 - `plain`: no draft. `smallest`: the smallest draft for all rows. `fixed:NAME`: a draft for all rows. All are tried at `auto/1`; those with at least 0.8 of
   the fastest one's goodput run at every place. `best_fixed`: the fastest of them at the place, over all workloads. It is chosen by the runs that it is reported
@@ -131,7 +132,7 @@ class Parts:
     def profile(self, batch: int) -> None:
         """Measure each arm alone: its rounds are charged these seconds, because a round's own depend on the rest of the batch."""
         s = self.s
-        work, few = self.workload(batch, 1000, "validation"), (3, 1) if s.quick else (16, 3)
+        work, few = self.workload(batch, 1000, "validation"), (3, 1) if s.quick else (16, 9)
         sampling = self.sampling(batch)
         self.costs = charges(self.targets["auto"], self.arms, work.rows, *few, seed=s.seed, sampling=sampling)
 
@@ -301,8 +302,11 @@ def table(runs: Runs, batch: int, best: dict[str, str]) -> list[dict[str, Any]]:
         row["is"] = best[place] if name == "best_fixed" else None
         row |= zip(("goodput", "goodput_low", "goodput_high"), goodput(mine))
         for other in ("plain", "smallest", "best_fixed"):
-            found = goodput(mine, runs[other, place]) if (other, place) in runs else (None, None, None)
-            row |= zip((f"ratio_to_{other}", f"ratio_to_{other}_low", f"ratio_to_{other}_high"), found)
+            for what, of in (("ratio", list), ("call", calls)):
+                found: Any = (None, None, None)
+                if (other, place) in runs:
+                    found = goodput(of(mine), of(runs[other, place]))
+                row |= zip((f"{what}_to_{other}{end}" for end in ("", "_low", "_high")), found)
         stages: Counter[str] = sum((run.stats.seconds for run in mine), Counter())
         rounds = sum(run.rounds for run in mine)
         row |= {
@@ -314,6 +318,11 @@ def table(runs: Runs, batch: int, best: dict[str, str]) -> list[dict[str, Any]]:
         row["arms"] = {str(arm): n / arms.total() for arm, n in arms.items()}
         out.append(row)
     return out
+
+
+def calls(runs: list[PoolRun]) -> list[PoolRun]:
+    """Runs whose seconds are those of the whole call."""
+    return [replace(run, seconds=run.call) for run in runs]
 
 
 def drawn(rows: list[dict[str, Any]]) -> Any:

@@ -24,7 +24,7 @@ class PoolRun:
 
     Attributes:
         tokens, seconds: after the prefill. arms: how many rows and rounds each arm served. selector_seconds: that the selector took.
-        rounds: of the batch, as long as any row is left.
+        rounds: of the batch, as long as any row is left. call: seconds of the whole call, with the prefill.
     """
 
     tokens: int
@@ -34,6 +34,7 @@ class PoolRun:
     ids: list[list[int]]
     selector_seconds: float = 0.0
     rounds: float = 0.0
+    call: float = 0.0
 
     @property
     def goodput(self) -> float:
@@ -60,13 +61,15 @@ def pool_run(
 
     if selection is None and decoder.selecting is not None:
         selection = decoder.begin(len(rows))
+    began = perf_counter()
     out = decoder.generate(list(rows), tokens, seed=seed, eos_token_id=(), on_round=mark, selection=selection)
+    call = perf_counter() - began
     start, _, _, before = max(mark for mark in marks if mark[1] == 0)
     made = sum(tokens for at, _, tokens, _ in marks if at > start)
     # In a pipeline each micro-batch has its own prefill and its own rounds.
     parts = sum(not number for _, number, _, _ in marks)
     rounds = len(marks) / parts - 1
-    return PoolRun(made, marks[-1][0] - start, out.stats, arms, out.ids, marks[-1][3] - before, rounds)
+    return PoolRun(made, marks[-1][0] - start, out.stats, arms, out.ids, marks[-1][3] - before, rounds, call)
 
 
 def goodput(
