@@ -226,13 +226,13 @@ def test_a_row_does_not_depend_on_its_batch(kind):
 
 @BOTH
 def test_one_replay_a_round_and_the_next_before_the_last_is_read(monkeypatch, kind):
-    from specdec.executors import ahead as module
+    from specdec.executors import whole_rounds as module
 
     decoder = builder_of(kind, "eager").greedy().executor(Ahead()).build()
     said = []
-    launch, read = module._Rounds._launch, module._Flight.read
+    launch, read = module.Rounds._launch, module._Flight.read
     monkeypatch.setattr(
-        module._Rounds, "_launch", lambda self, fresh: (said.append("launch"), launch(self, fresh))[1]
+        module.Rounds, "_launch", lambda self, fresh: (said.append("launch"), launch(self, fresh))[1]
     )
     monkeypatch.setattr(module._Flight, "read", lambda self: (said.append("read"), read(self))[1])
     calls = []

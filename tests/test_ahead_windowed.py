@@ -14,7 +14,7 @@ from specdec.cache.slots import KVShape
 from specdec.cache.static import StaticStore
 from specdec.drafts import MagicDec, Model
 from specdec.executors import Ahead, Serial
-from specdec.executors import ahead as module
+from specdec.executors import whole_rounds as module
 from specdec.graphs.ring_chain import RingChain
 from specdec.graphs.ring_plan import RingPlans
 from specdec.graphs.whole_round import WholeRound
@@ -146,14 +146,14 @@ def test_two_tokens_of_a_row_are_two_queries_of_its_slots(mask):
 
 
 def watched(monkeypatch):
-    """The ``_Rounds`` that an ``Ahead`` makes from now on."""
-    made, init = [], module._Rounds.__init__
+    """The ``Rounds`` that an ``Ahead`` makes from now on."""
+    made, init = [], module.Rounds.__init__
 
     def remember(self, *args):
         made.append(self)
         init(self, *args)
 
-    monkeypatch.setattr(module._Rounds, "__init__", remember)
+    monkeypatch.setattr(module.Rounds, "__init__", remember)
     return made
 
 
@@ -182,10 +182,12 @@ def test_committed_positions_of_a_view_are_the_targets_to_the_bit(monkeypatch, g
 @KINDS
 def test_the_index_of_a_memory_agrees_when_rows_leave(monkeypatch, kind):
     """What a draft draws on the host from that memory is what it draws from memory of its own."""
-    runs, compact, seen = watched(monkeypatch), module._Rounds._compact, []
+    runs, compact, seen = watched(monkeypatch), module.Rounds.compact, []
 
-    def compared(run, whole):
-        compact(run, whole)
+    def compared(run):
+        if not run.stale:
+            return
+        compact(run)
         context, draft, budget = run.rows.context, run.composition.draft, torch.tensor([3] * len(run.at))
         fresh = draft.init(context, run.cache)
         drawing = draft if kind == "windowed" else draft.draft
@@ -208,7 +210,7 @@ def test_the_index_of_a_memory_agrees_when_rows_leave(monkeypatch, kind):
             block.copy_(then)
         seen.append(len(run.at))
 
-    monkeypatch.setattr(module._Rounds, "_compact", compared)
+    monkeypatch.setattr(module.Rounds, "compact", compared)
     decoder = builder_of(kind).executor(Ahead()).build()
     decoder.generate(PROMPTS, [16, 3, 24], seed=3, eos_token_id=())
     assert seen == [2, 1]

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import specdec as sd
 from specdec.drafts.heads import MTP, Chain, DFlash, DFlash2, DSpark, Eagle3, Head, PEagle, captured
-from specdec.executors import ahead
+from specdec.executors import whole_rounds
 from specdec.masks import Causal, Sinks, Strided, Window, streaming
 
 PROMPTS = [[7], [50, 51, 52] * 4, [9, 8, 7, 6]]
@@ -34,7 +34,7 @@ FEW = ("eagle3", "peagle", "dflash", "window block")
 @pytest.fixture
 def short(monkeypatch):
     monkeypatch.setattr(captured, "SHORTEST", 16)
-    monkeypatch.setattr(ahead, "SHORTEST", 16)
+    monkeypatch.setattr(whole_rounds, "SHORTEST", 16)
 
 
 @pytest.fixture

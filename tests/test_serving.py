@@ -272,7 +272,9 @@ def test_what_cannot_be_served_is_refused_at_once(target, small):
             decoder.serve([], **wrong)
     with pytest.raises(TypeError, match=r"seed is \[1\]: give a whole number, from which every request gets"):
         decoder.serve([], seed=[1])
-    with pytest.raises(ValueError, match=r"Optimistic.*build with Serial\(\) or Pipelined\(micro_batches\)"):
+    with pytest.raises(
+        ValueError, match=r"Optimistic.*build with Serial\(\), Pipelined\(micro_batches\) or Ahead\(\)"
+    ):
         sd.decoder(target).draft(small).executor(Optimistic()).build().serve([])
     with pytest.raises(ValueError, match="'adversary' cannot take in rows"):
         sd.decoder(sd.TableModel.random(3)).draft(Adversary(MENU), length=2).build().serve([])

@@ -7,53 +7,24 @@ did for this row is dropped. Rows are independent, and a dropped round has used 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from specdec.cache.slots import Slots
-from specdec.cache.static import StaticStore, held, memory_of
-from specdec.cache.token_index import Row
 from specdec.composition import Composition
-from specdec.drafts.heads.draft import Head
-from specdec.drafts.heads.whole_round import HeadDrafting
-from specdec.drafts.magicdec.draft import MagicDec
-from specdec.drafts.magicdec.whole_round import ViewDrafting
-from specdec.drafts.model import Model
 from specdec.drafts.none import NoDraft
-from specdec.drafts.spire.draft import Spire
-from specdec.drafts.spire.whole_round import SpireDrafting
-from specdec.drafts.whole_round import ModelDrafting, class_of, without_steps
-from specdec.drafts.windowed_round import WindowedDrafting
-from specdec.executors.round import DraftRunner, MicroBatch, staying
+from specdec.drafts.whole_round import without_steps
+from specdec.executors.ahead_joining import AheadScheduler
+from specdec.executors.round import MicroBatch
 from specdec.executors.serial import Serial
-from specdec.graphs.drafting import Drafting, Side
-from specdec.graphs.static import SHORTEST, bucket_of, power
-from specdec.graphs.whole_round import ACCEPTED, DRAWN, FINITE, NEXT, TOKENS, RoundShape, WholeRound
-from specdec.kernels.device import to_device
-from specdec.models.masked import Masked
-from specdec.models.windowed import Windowed
+from specdec.executors.whole_rounds import DRAFTS, drafting_of
 from specdec.rng import Philox, Rng
 from specdec.stop_rules import StopRules
-from specdec.types import Context, Proposal, Round, Scores, Verdict
+from specdec.types import Context, Round
 from specdec.verifiers.coupled import Coupled
 from specdec.verifiers.fused import FusedRejection
 from specdec.verifiers.rejection import Rejection
-
-# What drafts in the step.
-DRAFTS: dict[type, Any] = {
-    Model: ModelDrafting,
-    Spire: SpireDrafting,
-    MagicDec: ViewDrafting,
-    Head: HeadDrafting,
-}
-CONSTANT = (Masked, Windowed)  # models whose keys and values are in a ring
 
 
 @dataclass(frozen=True)
@@ -81,32 +52,14 @@ class Ahead:
         if type(rng) is not Philox:
             yield from Serial().run(composition, context, rng, limits)
             return
-        target, draft = cast(Any, composition.target), composition.draft
-        kind = _drafting(draft)
-        if kind is not None:  # the target's programs run the draft's model, too
-            target.steps.check(*kind.modules(draft))
-        began = perf_counter()
-        micro_batch, drafting = MicroBatch(composition, context, rng), DraftRunner(composition)
-        round = micro_batch.prefill(limits)
-        drafting.start(micro_batch.context, micro_batch.cache)
-        drafting.observe(round)
-        stay = micro_batch.settle(round)
-        if micro_batch and stay is not None:
-            drafting.select(stay, micro_batch.cache)
-        round.seconds["total"] = round.seconds["prefill"] = perf_counter() - began  # type: ignore[index]
-        yield round
-        if micro_batch:
-            rows = _Rows(micro_batch.context, rng if stay is None else rng.select(stay))
-            memory = None if kind is None else kind.memory(drafting.state)
-            carry = None if kind is None else kind.carry(drafting.state)
-            yield from _Rounds(composition, limits, rows, micro_batch.cache, memory, carry).run()
-
-
-def _drafting(draft: Any) -> Any:
-    """The ``Drafting`` of a draft, or ``None``."""
-    if type(draft) is Model and class_of(draft.model) in CONSTANT:
-        return WindowedDrafting
-    return DRAFTS.get(type(draft))
+        scheduler, micro_batch = AheadScheduler(composition), MicroBatch(composition, context, rng)
+        request = scheduler.prefill(0, micro_batch, limits)
+        yield request.round
+        while micro_batch:
+            scheduler.clock = perf_counter()  # the consumer's time belongs to no round
+            scheduler.go_on(micro_batch, request, limits)
+            _, request = scheduler.verify(limits)
+            yield request.round
 
 
 def _why_not(composition: Composition) -> str | None:
@@ -117,7 +70,7 @@ def _why_not(composition: Composition) -> str | None:
     why = without_steps(target)
     if why is not None:
         return f"runs an HFModel with graphs=True, but the target {why}"
-    kind = _drafting(draft)
+    kind = drafting_of(draft)
     if kind is None and type(draft) is not NoDraft:
         return f"runs {' or '.join(f'drafts.{k.__name__}' for k in DRAFTS)}, but the draft is a {type(draft).__name__}"
     why = None if kind is None else kind.why_not(draft, target, composition.length)
@@ -131,246 +84,3 @@ def _why_not(composition: Composition) -> str | None:
     if composition.sampling.reads_context or (drawing is not None and drawing.reads_context):
         return "runs Sampling itself, without processors and with one temperature for all requests"
     return None
-
-
-class _Rows(NamedTuple):
-    """The text and the random numbers of the rows that go on."""
-
-    context: Context
-    rng: Any
-
-    def select(self, rows: Tensor) -> _Rows:
-        return _Rows(self.context.select(rows), self.rng.select(rows))
-
-
-class _Flight:
-    """A round that was launched: its result goes to the host, into a buffer that no other round in flight uses."""
-
-    def __init__(self, result: Tensor, into: Tensor):
-        into.copy_(result, non_blocking=True)  # the next round overwrites ``result``
-        self.result, self.event = into, None
-        if result.is_cuda:
-            self.event = torch.cuda.Event()
-            self.event.record(torch.cuda.current_stream(result.device))
-
-    def read(self) -> np.ndarray:
-        """``[R, TOKENS + steps]``; waits for the round."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self.result.numpy()
-
-
-class _Rounds:
-    """The rounds of a batch after its prefill.
-
-    Attributes:
-        rows: those that go on. at: ``[B]`` their rows in the caches. cache: the target's. slots: the most of a row there. table: pages of its rows,
-            if it has pages. memory: the draft's, ``None`` where there is none.
-        carry: ``[B, ...]`` what the draft's rows carry to the round that begins on the host, ``None`` for nothing. part: the draft's in the step,
-            ``None`` without a draft.
-    """
-
-    def __init__(
-        self,
-        composition: Composition,
-        limits: StopRules,
-        rows: _Rows,
-        cache: Any,
-        memory: Slots | None,
-        carry: Tensor | None,
-    ):
-        self.composition, self.limits, self.rows = composition, limits, rows
-        self.cache, self.memory, self.carry = cache, memory, carry
-        self.target: Any = composition.target
-        self.part = self._part()
-        self.steps = 0 if self.part is None else composition.length
-        verdict: Any = "coupled" if type(composition.verifier) is Coupled else "rejection"
-        # As MicroBatch.verify chooses.
-        if composition.verifying.takes_logits and composition.sampling.only_temperature:
-            verdict = "fused"
-        own = None if self.part is None else cast(Any, composition.draft).sampling
-        self._kind = (verdict, composition.sampling, own or composition.sampling)
-        self.at = torch.arange(rows.context.batch)
-        self.number = 1
-        self.program: WholeRound | None = None
-        self._loose: dict[Any, WholeRound] = {}  # programs that are not captured yet
-        self._host: list[Tensor] = []
-
-    def _part(self) -> Drafting | None:
-        draft = self.composition.draft
-        kind = _drafting(draft)
-        return None if kind is None else kind(draft, self.memory)
-
-    def run(self) -> Iterator[Round]:
-        while self.rows.context.batch:
-            whole = self.rows.context.batch
-            flight: _Flight | None = self._launch(fresh=True)
-            while flight is not None and self.rows.context.batch:
-                began, ahead = perf_counter(), None
-                if self._goes_on(whole):
-                    ahead = self._launch(fresh=False)
-                round = self._finish(flight, began)
-                flight = ahead
-                yield round
-            if self.rows.context.batch:
-                self._compact(whole)
-
-    def _goes_on(self, whole: int) -> bool:
-        """Whether a round after the one in flight may be wanted: no row has left, and budgets last longer."""
-        context = self.rows.context
-        return context.batch == whole and bool((self._most() - context.length.numpy() > 1).any())
-
-    def _most(self) -> np.ndarray:
-        """``[B]`` where the rows' texts end at the latest."""
-        return self.limits.max_length.numpy()[self.rows.context.request.numpy()]
-
-    @torch.inference_mode()
-    def _launch(self, fresh: bool) -> _Flight:
-        """Launch the next round. ``fresh``: for the rows and lengths of the host; otherwise after the round in flight."""
-        reach = self.rows.context.length.numpy()
-        if fresh:  # a row's pages are taken up to where its text ends at the latest, and stay where they are
-            ends = zip(reach.tolist(), (self._most() + self.steps).tolist())
-            self.slots, table, _ = held(
-                self.cache, [Row(b, n - 1, n, end) for b, (n, end) in enumerate(ends)]
-            )
-            self.table = [] if table is None else [table[b] for b in range(len(reach))]
-        else:
-            reach = np.minimum(reach + (self.steps + 1), self._most())
-        result = self._program(int(reach.max()) + self.steps, fresh).run()
-        if fresh:
-            pinned = result.is_cuda
-            self._host = [torch.empty(result.shape, dtype=torch.long, pin_memory=pinned) for _ in range(2)]
-        self._host.reverse()
-        return _Flight(result, self._host[0])
-
-    def _program(self, longest: int, fresh: bool) -> WholeRound:
-        """The program of a round whose rows take at most ``longest`` slots, with its inputs up to date."""
-        memory: Any = memory_of(self.cache)
-        part, before = self.part, self.program
-        length = min(power(longest, SHORTEST), self.slots)
-        if not fresh and before is not None and before.captured and before.shape.length == length:
-            return before
-        rows = bucket_of([1] * self.rows.context.batch, [1], longest, self.slots).rows
-        if part is not None and part.rows is not None:
-            rows = min(rows, part.rows)
-        shape = RoundShape(rows, length, self.steps, *self._kind)
-        key = (shape, self._of())
-
-        def make(store: StaticStore) -> WholeRound:
-            side = Side(self.target.steps.forward, store, self.target.vocab_size)
-            made = WholeRound(side, part, shape, self.target.device, self.carry)
-            made.owner = None if part is None else weakref.ref(self.composition.draft)
-            return made
-
-        def update(program: Any) -> None:
-            most, seed = torch.from_numpy(self._most()), self.rows.rng.seed
-            if fresh:
-                program.send(most, seed, self._state(), self.carry, self.table)
-            elif program is not before:
-                assert before is not None
-                program.send(most, seed, table=self.table)
-                program.follow(before)
-
-        made: Any = self.target.steps.program(memory, key, make, update)
-        if made is None:  # this shape occurs for the first time, or cannot be captured
-            made = self._loose.get(key) or make(StaticStore(memory))
-            self._loose[key] = made
-            update(made)
-        self.program = made
-        return made
-
-    def _of(self) -> object:
-        """What names the draft: the memory that a program holds, or, without any, the model that it holds."""
-        if self.memory is not None:
-            return self.memory.layers[0][0].untyped_storage().data_ptr()
-        draft = self.composition.draft
-        return None if self.part is None else ("model", id(_drafting(draft).modules(draft)[1]))
-
-    def _state(self) -> Tensor:
-        """``[B, 3]`` lengths and last two tokens."""
-        context = self.rows.context
-        last = context.length[:, None] + torch.tensor([-2, -1])
-        return torch.cat([context.length[:, None], context.tokens.gather(1, last)], 1)
-
-    def _finish(self, flight: _Flight, began: float) -> Round:
-        """Commit the round in flight, for the rows that were there when the one before had been committed."""
-        context, limits, composition = self.rows.context, self.limits, self.composition
-        found = flight.read()
-        arrived = perf_counter()
-        found = found[self.at.numpy()]
-        self._refuse(found)
-        budget = (limits.room(context) - 1).clamp(max=composition.length)
-        proposal, verdict = _decisions(found, budget if self.steps else None)
-        committed, finished = limits.apply(context, verdict)
-        B = context.batch
-        short = budget < self.steps
-        round = Round(
-            context=context,
-            proposal=proposal,
-            scores=Scores(torch.empty(B, 0, composition.target.vocab_size)),
-            probs=None,
-            verdict=verdict,
-            committed=committed,
-            finished=finished,
-            budget=budget,
-            truncated=(committed <= verdict.accepted) | short,
-            arm=torch.zeros_like(committed),
-            arm_prob=torch.ones(B),
-            number=self.number,
-            lossless=composition.verifying.lossless,
-            seconds={"target": arrived - began},
-        )
-        rows = self.rows._replace(context=context.append(verdict.tokens, committed))
-        if bool(finished.any()):
-            stay = (~finished).nonzero()[:, 0]
-            rows, self.at = rows.select(stay), self.at[stay]
-        self.rows, self.number = rows, self.number + 1
-        round.seconds["total"] = perf_counter() - began  # type: ignore[index]
-        return round
-
-    def _refuse(self, found: np.ndarray) -> None:
-        """Raise ValueError for logits that have no distribution."""
-        if found[:, FINITE : DRAWN + 1].all():
-            return
-        for column, whose in ((FINITE, "logits"), (DRAWN, "the draft's logits")):
-            if not found[:, column].all():
-                b = int(found[:, column].argmin())
-                raise ValueError(
-                    f"{whose} of row {b} have NaN, +inf or nothing but -inf, which is no distribution: a model in float16 may need bfloat16 or "
-                    "float32"
-                )
-
-    def _compact(self, whole: int) -> None:
-        """Move the rows that go on to the first rows of the caches, and tell these what they hold."""
-        gone = torch.ones(whole, dtype=torch.bool)
-        gone[self.at] = False
-        stay = staying(gone)
-        self.rows = self.rows.select(torch.searchsorted(self.at, stay))
-        context, words = self.rows.context, self.rows.context.tokens.numpy()
-        for i, (b, n) in enumerate(zip(stay.tolist(), context.length.tolist())):
-            self.cache.remember(b, words[i], 0, n - 1, 0)
-        self.cache = self.cache.select(stay)
-        if self.memory is not None and self.part is not None:
-            self.memory = self.part.select(self.memory, stay, context)
-            self.part = self._part()
-        if self.program is not None and self.program.carry is not None:
-            self.carry = self.program.carry[to_device(stay, self.program.carry.device)]
-        self.at = torch.arange(context.batch)
-
-
-def _decisions(found: np.ndarray, budget: Tensor | None) -> tuple[Proposal, Verdict]:
-    """Proposal and verdict of a result; ``budget [B]``: drafted tokens of each row, ``None`` without a draft."""
-    B = len(found)
-    accepted, bonus = found[:, ACCEPTED].copy(), found[:, NEXT].copy()
-    N = 0 if budget is None else max(int(budget.max()), 0)
-    tokens, nodes = found[:, TOKENS : TOKENS + N], np.arange(N)
-    taken = nodes < accepted[:, None]
-    path = np.where(taken, nodes, -1)
-    new = np.zeros((B, N + 1), dtype=np.int64)
-    np.multiply(tokens, taken, out=new[:, :N])
-    new[np.arange(B), accepted] = bonus
-    if budget is None or not N:
-        proposal = Proposal.none(B)
-    else:
-        proposal = Proposal.chain(torch.from_numpy(tokens.copy()), budget)
-    return proposal, Verdict(*map(torch.from_numpy, (path, accepted, bonus, new)))

@@ -136,6 +136,12 @@ class Drafting(ABC):
     def select(memory: Any, rows: Tensor, context: Context) -> Slots:
         """The memory of the rows ``rows [B']``, whose texts are ``context``; the old object must not be used again."""
 
+    @staticmethod
+    def join(memory: Any, other: Any, target_cache: Any) -> Slots:
+        """The memory of both batches' rows, these first; ``target_cache`` has them all. Neither may be used again. Of caches, by default."""
+        joined: Slots = memory.join(other)
+        return joined
+
     @abstractmethod
     def chain(self, given: Given, state: Tensor) -> Callable[[int, Tensor], Tensor]:
         """The forwards of a chain after the texts' ends ``state [R, 3]``: each row's committed length, and its last two tokens.

@@ -19,6 +19,8 @@ from torch import Tensor
 from specdec.arm_policy import Choice
 from specdec.capabilities import ModelInfo
 from specdec.composition import Composition
+from specdec.executors.ahead import Ahead
+from specdec.executors.ahead_joining import AheadScheduler
 from specdec.executors.contract import Executor
 from specdec.executors.pipelined import Pipelined
 from specdec.executors.round import MicroBatch
@@ -46,7 +48,7 @@ class Server:
         places: of the micro-batches. scheduler: runs them. time: of the stream's clock.
     """
 
-    scheduler: Scheduler
+    scheduler: Scheduler | AheadScheduler
 
     def __init__(
         self, composition: Composition, executor: Executor, requests: Iterable[Request], settings: Settings
@@ -94,6 +96,8 @@ class Server:
     def _steps(self) -> Generator[Finished, None, None]:
         if isinstance(self.executor, Pipelined):
             self.scheduler = self.executor.scheduler(self.composition, len(self.places), self.rows)
+        elif isinstance(self.executor, Ahead):
+            self.scheduler = AheadScheduler(self.composition)
         else:
             self.scheduler = Scheduler(InlineWorker(self.composition))
         try:
@@ -301,7 +305,7 @@ class Server:
         yield from self._finished(draft_request.round)
         yield from self._deal()
         joins = None
-        if micro_batch and place.waiting:
+        if micro_batch and place.waiting and self.scheduler.takes(micro_batch):
             joins = yield from self._admit(place)
         self.scheduler.go_on(micro_batch, draft_request, self.limits, joins)
 

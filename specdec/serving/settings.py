@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from specdec.arguments import at_least, function, listed, whole
 from specdec.composition import Composition
+from specdec.executors.ahead import Ahead
 from specdec.executors.contract import Executor
 from specdec.executors.pipelined import Pipelined
 from specdec.executors.serial import Serial
@@ -41,7 +42,7 @@ def check(composition: Composition, executor: Executor, settings: Settings) -> N
 
     Raises:
         TypeError: an argument is of another kind.
-        ValueError: a limit or a capacity below 1, an unknown clock, a seed out of range, a stop that never comes, an executor that is neither ``Serial`` nor ``Pipelined``, more
+        ValueError: a limit or a capacity below 1, an unknown clock, a seed out of range, a stop that never comes, an executor that is not ``Serial``, ``Pipelined`` or ``Ahead``, more
             micro-batches than rows, or a part whose state cannot take in new rows.
     """
     at_least(1, "limit", settings.limit, "give the number of rows in flight, at least 1")
@@ -64,9 +65,9 @@ def check(composition: Composition, executor: Executor, settings: Settings) -> N
             "next(waiting, running, last)"
         )
     at_least(1, "held of the admission", settings.admission.held, "give a number of requests, 1 or more")
-    if not isinstance(executor, (Serial, Pipelined)):
+    if not isinstance(executor, (Serial, Pipelined, Ahead)):
         raise ValueError(
-            f"rows cannot join those in flight under the executor {executor}: build with Serial() or Pipelined(micro_batches)"
+            f"rows cannot join those in flight under the executor {executor}: build with Serial(), Pipelined(micro_batches) or Ahead()"
         )
     if micro_batches_of(executor, settings) > settings.limit:
         raise ValueError(

@@ -88,6 +88,11 @@ class HeadDrafting(Drafting):
         """As ``Drafting.select``."""
         return memory.select(rows)
 
+    @staticmethod
+    def join(memory: Ring, other: Ring, target_cache: object) -> Ring:
+        """As ``Drafting.join``."""
+        return memory.followed_by(other)
+
     def chain(self, given: Given, state: Tensor) -> Callable[[int, Tensor], Tensor]:
         """As ``Drafting.chain``."""
         at: Any = _Anchors(self, state[:, 0] - 1, given.longest + self.model.block_slots)

@@ -55,6 +55,13 @@ class ViewDrafting(WindowedDrafting):
         chosen: ViewCache = memory.select(rows)
         return chosen
 
+    @staticmethod
+    def join(memory: Any, other: Any, target_cache: Any) -> ViewCache:
+        """As ``Drafting.join``; the view reads from ``target_cache`` from now on."""
+        joined: ViewCache = memory.join(other)
+        joined.source = target_cache
+        return joined
+
     def chain(self, given: Given, state: Tensor) -> Callable[[int, Tensor], Tensor]:
         """As ``Drafting.chain``."""
         forward = super().chain(given, state)

@@ -57,6 +57,11 @@ class SpireDrafting(Drafting):
         """As ``Drafting.select``."""
         return memory.select(rows)
 
+    @staticmethod
+    def join(memory: Ring, other: Ring, target_cache: object) -> Ring:
+        """As ``Drafting.join``."""
+        return memory.followed_by(other)
+
     def chain(self, given: Given, state: Tensor) -> Callable[[int, Tensor], Tensor]:
         """As ``Drafting.chain``."""
         position = self._positions(state[:, 0], given.steps).t()

@@ -1,0 +1,143 @@
+"""Requests join and leave a batch of ``Ahead``: each has the text of ``generate`` and the rounds of ``Serial``, recorded on the CPU."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import test_ahead
+import test_ahead_heads
+import test_ahead_windowed
+from tiny import tiny
+
+import specdec as sd
+from specdec.drafts.heads import Medusa
+from specdec.executors import Ahead, Serial
+from specdec.executors.whole_rounds import Rounds
+
+PROMPTS = [[5, 6, 7, 8, 9], [3, 4, 4], [9, 9, 4, 2, 7, 7, 1], [11, 12, 1], [8, 1, 8], [2, 2, 2, 2], [7, 3, 5]]
+BUDGETS = [23, 4, 40, 1, 17, 9, 31]
+KINDS = ["model", "spire", None, "windowed", "magicdec", "eagle3", "window", "dflash", "medusa"]
+
+
+def builder_of(kind, graphs="eager", page=None):
+    """Chains of 3."""
+    if kind in ("windowed", "magicdec"):
+        return test_ahead_windowed.builder_of(kind, graphs)
+    if kind == "medusa":
+        target = sd.HFModel(tiny("llama"), graphs=graphs)
+        return sd.decoder(target).draft(sd.drafts.Head(Medusa.from_target(target, heads=3), graphs=graphs), 3)
+    if kind in ("model", "spire", None):
+        return test_ahead.builder_of(kind, graphs)
+    return test_ahead_heads.builder_of(kind, graphs)
+
+
+def served(decoder, requests, **settings):
+    """Ids and counts of every request, by its number."""
+    done = sorted(decoder.serve(requests, seed=3, eos_token_id=(), **settings), key=lambda one: one.index)
+    return [(one.ids, one.finish, one.stats.rounds, one.stats.drafted, one.stats.accepted) for one in done]
+
+
+def requests(arrivals=None, prompts=PROMPTS, budgets=BUDGETS):
+    arrivals = arrivals or [0] * len(prompts)
+    return [sd.Request(p, b, arrival=at) for p, b, at in zip(prompts, budgets, arrivals)]
+
+
+def same(builder, asked, **settings):
+    """What both executors serve, and what ``generate`` says."""
+    serial, ahead = (builder.executor(e).build() for e in (Serial(), Ahead()))
+    one, other = (served(decoder, asked, **settings) for decoder in (serial, ahead))
+    assert other == one
+    prompts, budgets = zip(*((r.prompt, r.max_new_tokens) for r in asked))
+    whole = serial.generate(list(prompts), list(budgets), seed=3, eos_token_id=())
+    assert [ids for ids, *_ in other] == whole.ids
+
+
+@pytest.mark.parametrize("capacity", [None, pytest.param(96, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("graphs", ["eager", pytest.param("recorded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_says_what_generate_says(kind, graphs, capacity):
+    builder = builder_of(kind, graphs).sampling(temperature=1.0)
+    same(builder, requests([0, 0, 0, 1, 1, 5, 30]), limit=3, clock="rounds", capacity=capacity)
+
+
+@pytest.mark.parametrize("page", [16])
+def test_a_target_in_pages(page):
+    target, small = (
+        sd.HFModel(tiny("llama", seed), graphs="eager", page=p) for seed, p in ((0, page), (1, None))
+    )
+    same(sd.decoder(target).draft(small, 3).verifier(sd.Coupled()), requests(), limit=2)
+
+
+def test_rounds_are_launched_ahead_while_nobody_waits(monkeypatch):
+    launch, said = Rounds._launch, []
+    monkeypatch.setattr(Rounds, "_launch", lambda self, fresh: (said.append(fresh), launch(self, fresh))[1])
+    decoder, joined = builder_of("model").executor(Ahead()).build(), []
+    asked = requests([0, 6], PROMPTS[:2], [40, 12])
+
+    def note(round):
+        joined.append(round.context.batch)
+
+    list(decoder.serve(asked, limit=2, seed=3, clock="rounds", eos_token_id=(), on_round=note))
+    assert said.count(False) > 5
+    # The round in flight when the second request arrives is the only one that it waits for.
+    assert joined.index(2) <= 6 + 3
+
+
+def test_two_streams_and_a_call_between_each_other():
+    decoder = builder_of("model").executor(Ahead()).build()
+    expected = [served(decoder, requests(), limit=limit) for limit in (2, 3)]
+    streams = [decoder.serve(requests(), limit=limit, seed=3, eos_token_id=()) for limit in (2, 3)]
+    found = [{}, {}]
+    for pair in zip(*streams, strict=True):
+        alone = decoder.generate(PROMPTS[:2], 9, seed=3, eos_token_id=()).ids
+        for kept, one in zip(found, pair):
+            kept[one.index] = one.ids
+    assert alone == decoder.generate(PROMPTS[:2], 9, seed=3, eos_token_id=()).ids
+    assert [[kept[i] for i in sorted(kept)] for kept in found] == [[ids for ids, *_ in e] for e in expected]
+
+
+def test_a_consumer_that_stops_can_begin_again():
+    decoder = builder_of("spire").executor(Ahead()).build()
+    expected = served(decoder, requests(), limit=2)
+    stream = decoder.serve(requests(), limit=2, seed=3, eos_token_id=())
+    next(stream)
+    stream.close()
+    assert served(decoder, requests(), limit=2) == expected
+
+
+def test_one_that_is_cancelled_or_stops_leaves():
+    decoder, ends = builder_of("eagle3").executor(Ahead()).build(), []
+    asked = [
+        *requests(None, PROMPTS[:3], [40, 40, 40]),
+        sd.Request([4, 4], 30, cancelled=lambda: len(ends) > 1),
+    ]
+    free = served(decoder, requests(None, PROMPTS[:1], [40]), limit=1)[0][0]
+    asked[0] = sd.Request(PROMPTS[0], 40, eos_token_id=free[7])
+    done = {}
+    for one in decoder.serve(asked, limit=2, seed=3, eos_token_id=()):
+        ends.append(one.index)
+        done[one.index] = one
+    assert done[0].finish == "eos"
+    assert done[0].ids == free[: free.index(free[7]) + 1]
+    assert done[3].finish == "cancelled"
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 40))])
+def test_random_streams(seed):
+    pick = random.Random(seed)
+    kind = pick.choice(KINDS)
+    count = pick.randint(2, 9)
+    prompts = [[pick.randint(0, 96) for _ in range(pick.randint(3, 12))] for _ in range(count)]
+    budgets = [pick.choice([1, 2, 3, 7, 20, 40]) for _ in range(count)]
+    arrivals = sorted(pick.choice([0, 0, 1, 4, 9, 25]) for _ in range(count))
+    builder = builder_of(kind).sampling(temperature=pick.choice([0.0, 1.0]))
+    builder = builder.verifier(pick.choice([sd.Rejection(), sd.Coupled(), sd.verifiers.FusedRejection()]))
+    capacity = pick.choice([None, 80])
+    same(
+        builder,
+        requests(arrivals, prompts, budgets),
+        limit=pick.randint(1, 4),
+        clock="rounds",
+        capacity=capacity,
+    )
