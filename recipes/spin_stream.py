@@ -65,9 +65,8 @@ class Settings(EndToEnd):
 
 @dataclass(frozen=True)
 class StreamRun(PoolRun):
-    """A ``PoolRun`` of a stream. whole: seconds with the prefills. latency: of the requests, in seconds. different: arms of a round, on average."""
+    """A ``PoolRun`` of a stream. latency: of the requests, in seconds. different: arms of a round, on average."""
 
-    whole: float = 0.0
     latency: tuple[float, ...] = ()
     different: float = 0.0
 
@@ -217,7 +216,7 @@ def table(runs: Runs, place: Place, batch: int, best: str) -> list[dict[str, Any
             found = goodput(mine, runs[base]) if alike else (None, None, None)
             row |= zip((f"ratio_to_{what}", f"ratio_to_{what}_low", f"ratio_to_{what}_high"), found)
         tokens = sum(sum(map(len, run.ids)) for run in mine)
-        row["throughput"] = tokens / sum(run.whole for run in mine)
+        row["throughput"] = tokens / sum(run.call for run in mine)
         latency = [seconds for run in mine for seconds in run.latency]
         row |= {"latency": mean(latency), "latency_p95": float(np.quantile(latency, 0.95))}
         row["drafts_a_round"] = mean(run.different for run in mine)
