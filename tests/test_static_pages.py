@@ -22,7 +22,7 @@ from specdec.cache.paged import PagedCache, PagePool
 from specdec.cache.static import StaticStore
 from specdec.cache.static_pool import StaticPool
 from specdec.drafts.spire import SpireModel
-from specdec.executors import Ahead, Pipelined, Serial, ahead
+from specdec.executors import Ahead, Pipelined, Serial
 from specdec.graphs import chain as chains
 from specdec.graphs.static import table_of, tabulate
 from specdec.graphs.whole_round import WholeRound
@@ -636,7 +636,7 @@ def ahead_of(draft, how, page, verifier=sd.Coupled, on=lambda model: model):
 def test_whole_rounds_over_pages(draft, how, monkeypatch):
     """Rows that share a prompt and leave at different times; a bucket ends within a text."""
     monkeypatch.setattr(shared_prompts, "LEAST", 8)
-    monkeypatch.setattr(ahead, "SHORTEST", 16)
+    monkeypatch.setattr(whole_rounds, "SHORTEST", 16)
     verifier = sd.Rejection if draft == "model" else sd.Coupled
     prompts = [LONG[:21], LONG[:21], [7, 8], LONG[:18]]
     new = [12, 25, 9, 18]
