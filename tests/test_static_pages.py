@@ -22,7 +22,7 @@ from specdec.cache.paged import PagedCache, PagePool
 from specdec.cache.static import StaticStore
 from specdec.cache.static_pool import StaticPool
 from specdec.drafts.spire import SpireModel
-from specdec.executors import Ahead, Pipelined, Serial
+from specdec.executors import Ahead, Pipelined, Serial, whole_rounds
 from specdec.graphs import chain as chains
 from specdec.graphs.static import table_of, tabulate
 from specdec.graphs.whole_round import WholeRound
