@@ -213,7 +213,7 @@ class Decoder(Composition):
             admission: in which order requests that wait join (``serving.ByKind``); ``None``: first come, first served. The order changes no
                 text (as above).
         Raises:
-            ValueError: at once, for a part that cannot take in rows during a run, an executor other than ``Serial`` and
+            ValueError: at once, for a part that cannot take in rows during a run, an executor other than ``Serial``, ``Ahead`` and
                 ``Pipelined``, an invalid limit, clock, capacity, seed or stop, or a list of requests out of order; on its arrival, for
                 a request out of order, one that ``generate`` would refuse, or one that needs more than ``capacity``.
         """

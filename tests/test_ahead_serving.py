@@ -12,7 +12,7 @@ from tiny import tiny
 
 import specdec as sd
 from specdec.drafts.heads import Medusa
-from specdec.executors import Ahead, Serial
+from specdec.executors import Ahead, Serial, whole_rounds
 from specdec.executors.whole_rounds import Rounds
 
 PROMPTS = [[5, 6, 7, 8, 9], [3, 4, 4], [9, 9, 4, 2, 7, 7, 1], [11, 12, 1], [8, 1, 8], [2, 2, 2, 2], [7, 3, 5]]
@@ -43,9 +43,9 @@ def requests(arrivals=None, prompts=PROMPTS, budgets=BUDGETS):
     return [sd.Request(p, b, arrival=at) for p, b, at in zip(prompts, budgets, arrivals)]
 
 
-def same(builder, asked, **settings):
-    """What both executors serve, and what ``generate`` says."""
-    serial, ahead = (builder.executor(e).build() for e in (Serial(), Ahead()))
+def same(make, asked, **settings):
+    """What both executors serve, and what ``generate`` says; ``make`` a builder for each, or one would lend the other its memory, grown already."""
+    serial, ahead = (make().executor(e).build() for e in (Serial(), Ahead()))
     one, other = (served(decoder, asked, **settings) for decoder in (serial, ahead))
     assert other == one
     prompts, budgets = zip(*((r.prompt, r.max_new_tokens) for r in asked))
@@ -57,16 +57,46 @@ def same(builder, asked, **settings):
 @pytest.mark.parametrize("graphs", ["eager", pytest.param("recorded", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_says_what_generate_says(kind, graphs, capacity):
-    builder = builder_of(kind, graphs).sampling(temperature=1.0)
-    same(builder, requests([0, 0, 0, 1, 1, 5, 30]), limit=3, clock="rounds", capacity=capacity)
-
-
-@pytest.mark.parametrize("page", [16])
-def test_a_target_in_pages(page):
-    target, small = (
-        sd.HFModel(tiny("llama", seed), graphs="eager", page=p) for seed, p in ((0, page), (1, None))
+    same(
+        lambda: builder_of(kind, graphs).sampling(temperature=1.0),
+        requests([0, 0, 0, 1, 1, 5, 30]),
+        limit=3,
+        clock="rounds",
+        capacity=capacity,
     )
-    same(sd.decoder(target).draft(small, 3).verifier(sd.Coupled()), requests(), limit=2)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_target_in_pages(drafted):
+    def make():
+        target = sd.HFModel(tiny("llama"), graphs="eager", page=8)
+        builder = sd.decoder(target).verifier(sd.Coupled())
+        return builder.draft(sd.HFModel(tiny("llama", 1), graphs="eager"), 3) if drafted else builder
+
+    same(make, requests(), limit=2)
+    same(make, requests([0, 0, 0, 3, 4, 5, 6]), limit=4, clock="rounds")
+
+
+@pytest.mark.parametrize("kind", [None, "windowed", "medusa", "model", "spire"])
+def test_caches_grow_when_rows_and_longer_requests_join(monkeypatch, kind):
+    monkeypatch.setattr(whole_rounds, "SHORTEST", 16)
+    budgets = [12, 12, 12, 9, 30, 90, 60]
+    same(lambda: builder_of(kind), requests([0, 0, 0, 3, 5, 8, 12], budgets=budgets), limit=5, clock="rounds")
+
+
+def test_a_batch_that_begins_anew_is_launched_ahead_again(monkeypatch):
+    """A request arrives while the last row of the batch ends."""
+    launch, said = Rounds._launch, []
+    monkeypatch.setattr(Rounds, "_launch", lambda self, fresh: (said.append(fresh), launch(self, fresh))[1])
+    decoder = builder_of(None).executor(Ahead()).build()
+    for arrival in range(4, 10):
+        said.clear()
+        list(
+            decoder.serve(
+                requests([0, arrival], PROMPTS[:2], [8, 30]), limit=2, clock="rounds", eos_token_id=()
+            )
+        )
+        assert said.count(False) > 20, arrival
 
 
 def test_rounds_are_launched_ahead_while_nobody_waits(monkeypatch):
@@ -109,8 +139,8 @@ def test_a_consumer_that_stops_can_begin_again():
 def test_one_that_is_cancelled_or_stops_leaves():
     decoder, ends = builder_of("eagle3").executor(Ahead()).build(), []
     asked = [
-        *requests(None, PROMPTS[:3], [40, 40, 40]),
-        sd.Request([4, 4], 30, cancelled=lambda: len(ends) > 1),
+        *requests(None, PROMPTS[:3], [40, 20, 20]),
+        sd.Request([4, 4], 60, cancelled=lambda: len(ends) > 2),
     ]
     free = served(decoder, requests(None, PROMPTS[:1], [40]), limit=1)[0][0]
     asked[0] = sd.Request(PROMPTS[0], 40, eos_token_id=free[7])
@@ -121,6 +151,7 @@ def test_one_that_is_cancelled_or_stops_leaves():
     assert done[0].finish == "eos"
     assert done[0].ids == free[: free.index(free[7]) + 1]
     assert done[3].finish == "cancelled"
+    assert 0 < len(done[3].ids) < 60
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 40))])
@@ -131,11 +162,11 @@ def test_random_streams(seed):
     prompts = [[pick.randint(0, 96) for _ in range(pick.randint(3, 12))] for _ in range(count)]
     budgets = [pick.choice([1, 2, 3, 7, 20, 40]) for _ in range(count)]
     arrivals = sorted(pick.choice([0, 0, 1, 4, 9, 25]) for _ in range(count))
-    builder = builder_of(kind).sampling(temperature=pick.choice([0.0, 1.0]))
-    builder = builder.verifier(pick.choice([sd.Rejection(), sd.Coupled(), sd.verifiers.FusedRejection()]))
+    temperature = pick.choice([0.0, 1.0])
+    verifier = pick.choice([sd.Rejection(), sd.Coupled(), sd.verifiers.FusedRejection()])
     capacity = pick.choice([None, 80])
     same(
-        builder,
+        lambda: builder_of(kind).sampling(temperature=temperature).verifier(verifier),
         requests(arrivals, prompts, budgets),
         limit=pick.randint(1, 4),
         clock="rounds",

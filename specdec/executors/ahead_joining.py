@@ -15,7 +15,8 @@ from specdec.stop_rules import StopRules
 class AheadScheduler:
     """One micro-batch, with the interface of ``executors.scheduler.Scheduler``.
 
-    Rows join between two rounds of which neither is in flight. While requests wait, no round is launched ahead, so they wait for one round at most.
+    Rows join between two rounds of which neither is in flight. While requests wait, no round is launched ahead, so they wait for the one
+    that is being read, and for one in flight.
 
     Attributes:
         running: the number of the micro-batch while a round of it is wanted. clock: when the last round ended.
@@ -59,7 +60,7 @@ class AheadScheduler:
         round.seconds["total"], self.clock = now - self.clock, now  # type: ignore[index]
         if not micro_batch:
             del self.running[number]
-            self.rounds = None
+            self.rounds, self.held = None, False
         return micro_batch, DraftRequest(
             number, round, None, micro_batch.context, round.budget, micro_batch.rng
         )
@@ -103,5 +104,5 @@ class AheadScheduler:
         half = request.half
         if half is None or self.kind is None:
             return None, None
-        state = half.part.follow(half.state, cache)
+        state, half.state = half.part.follow(half.state, cache), None  # its memory is the rounds' alone
         return self.kind.memory(state), self.kind.carry(state)

@@ -113,7 +113,10 @@ class Rounds:
         self.flight: _Flight | None = None
         self.number = 1
         self.program: WholeRound | None = None
-        self._loose: dict[Any, WholeRound] = {}  # programs that are not captured yet
+        self._loose: dict[
+            Any, WholeRound
+        ] = {}  # programs that are not captured yet, over the memory ``_over``
+        self._over: Tensor | None = None
         self._host: list[Tensor] = []
 
     def _part(self) -> Drafting | None:
@@ -209,6 +212,8 @@ class Rounds:
                 program.follow(before)
 
         made: Any = self.target.steps.program(memory, key, make, update)
+        if memory._whole[0] is not self._over:  # a cache, or a pool of pages, that has grown
+            self._loose, self._over = {}, memory._whole[0]
         if made is None:  # this shape occurs for the first time, or cannot be captured
             made = self._loose.get(key) or make(StaticStore(memory))
             self._loose[key] = made

@@ -1,6 +1,6 @@
 """Continuous batching: requests join a running batch as they arrive and leave it as they finish (Orca, Yu et al., OSDI 2022).
 
-New rows are prefilled as a micro-batch of their own, which then joins a running one between two of its rounds. The serial executor runs
+New rows are prefilled as a micro-batch of their own, which then joins a running one between two of its rounds. ``Serial`` and ``Ahead`` run
 one micro-batch, the pipeline several. A row's decisions are keyed by its own seed and length, so that its output does not depend
 on the other rows in flight.
 """
