@@ -6,8 +6,11 @@ the queries, so that one pass over the keys serves them all (up to twice as fast
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from specdec.kernels.attention.plan import AttentionPlan, Segment
@@ -16,6 +19,8 @@ from specdec.kernels.attention.reach import Reach
 # Queries a row up to which folding pays; its mask is as many times larger as there are heads to fold.
 FOLD = 16
 ALIGNED = 8  # numbers of 16 bits in 16 bytes
+
+WITHOUT_CUDNN = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # it alone returns its log-sum-exp
 
@@ -66,9 +71,13 @@ def fused(
         if blind is not None:  # for these the kernel returns 0 for both
             total = total.masked_fill(blind, float("-inf"))
     else:
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
-        )
+        grouped = k.shape[1] != q.shape[1]
+        # With a mask and these shapes, cuDNN has ended a process on an H200.
+        safe = mask is None or mask.is_cpu or grouped
+        with nullcontext() if safe else sdpa_kernel(WITHOUT_CUDNN):
+            out = scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+            )
     return out if group == 1 else out.reshape(q.shape[0], -1, s.queries, out.shape[-1]), total
 
 

@@ -29,7 +29,7 @@ ORDER = (
     *((how, DECODED[0]) for how in (EAGER, COMPILED)),
 )
 """Every batch compiles anew, so the points of the bars come first."""
-COMPILING = 40.0  # seconds below which compilation is not begun
+COMPILING = 25.0  # seconds below which compilation is not begun
 
 
 def run(stage: Stage) -> None:

@@ -85,8 +85,8 @@ class Study:
         """A tokenizer and token streams, in the folders of ``Streams``."""
         megabytes = 0.3 if stage.toy else 120.0
         # Reading ends early enough to leave time for the tokens.
-        until = monotonic() + (60.0 if stage.toy else max(2.0, 0.3 * (stage.deadline - monotonic())))
-        texts = list(sources(megabytes, stage.seed, not stage.toy, until))
+        seconds = 60.0 if stage.toy else max(2.0, 0.3 * (stage.deadline - monotonic()))
+        texts = list(sources(megabytes, stage.seed, not stage.toy, seconds))
         held, rest = texts[: max(2, len(texts) // 50)], texts[max(2, len(texts) // 50) :]
         Path(self.s.work, "shards").mkdir(parents=True)
         self.tokenizer = self.s.tokenizer(dict.fromkeys(DOMAINS, rest))
@@ -275,11 +275,12 @@ class Study:
                     **{f"over_{m}": v for m, v in over.items()}, note=", ".join(f"{m} {v:.2f}" for m, v in over.items()))  # fmt: skip
 
 
-def sources(megabytes: float, seed: int, everything: bool, until: float) -> Iterator[str]:
+def sources(megabytes: float, seed: int, everything: bool, seconds: float) -> Iterator[str]:
     """Python files of this installation in random order, without the packages of the held-out prompts.
 
     Args:
-        everything: include installed packages, not just the top level of the standard library. until: when to stop reading.
+        everything: include installed packages, not just the top level of the standard library. seconds: for reading, after which it
+            stops as soon as there are 8 megabytes.
     """
     paths = sysconfig.get_paths()
     library = Path(paths["stdlib"])
@@ -289,7 +290,7 @@ def sources(megabytes: float, seed: int, everything: bool, until: float) -> Iter
     held = {name.removeprefix("stdlib.") for names in HELD_OUT.values() for name in names}
     held |= {"pdfminer", "yaml"}  # by the names of their folders
     random.Random(seed).shuffle(files)
-    left = megabytes * 1e6
+    left, until = megabytes * 1e6, monotonic() + seconds
     for file in files:
         if held & {*file.parts, file.stem}:
             continue
@@ -300,5 +301,5 @@ def sources(megabytes: float, seed: int, everything: bool, until: float) -> Iter
         if text is not None:
             yield text
             left -= len(text)
-            if left < 0 or monotonic() > until:
+            if left < 0 or (monotonic() > until and left < (megabytes - 8) * 1e6):
                 return

@@ -41,14 +41,16 @@ def decoders(stage: Stage) -> dict[str, sd.Decoder]:
     target, draft = (sd.HFModel(raw, prefill_chunk=8192, graphs=graphs) for raw in (model, small))
     plain, drafted = sd.decoder(target), sd.decoder(target).draft(draft, K)
     return {
+        # Those of the bars come first.
         PLAIN: plain.greedy().build(),
+        "a draft, prescribed": drafted.verifier(Synthetic(ACCEPTANCE)).build(),
+        "plain, sampled, ahead": plain.executor(Ahead()).build(),
+        "a draft, sampled, ahead": drafted.executor(Ahead()).build(),
         "a draft, greedy": drafted.greedy().build(),
         "plain, sampled": plain.build(),
         "a draft, sampled": drafted.build(),
-        "a draft, prescribed": drafted.verifier(Synthetic(ACCEPTANCE)).build(),
         "plain, greedy, ahead": plain.greedy().executor(Ahead()).build(),
         "a draft, greedy, ahead": drafted.greedy().executor(Ahead()).build(),
-        "a draft, sampled, ahead": drafted.executor(Ahead()).build(),
     }
 
 
@@ -87,7 +89,7 @@ def run(stage: Stage) -> None:
                     **{"note": f"{speed[name]:.0f} tokens a second at {tokens:.2f} a round"} | more,
                 )  # fmt: skip
         for name in speed:
-            plain = PLAIN + ", ahead" if name.endswith("ahead") else PLAIN
+            plain = name.replace("a draft", "plain").replace("prescribed", "greedy")
             if not name.startswith("a draft") or plain not in speed:
                 continue
             over, tokens = speed[name] / speed[plain], Synthetic(ACCEPTANCE).tau(K)

@@ -54,8 +54,8 @@ STAGES = {
 }  # fmt: skip
 SHARES = {"a": 6}  # processes of a stage on a GPU
 COMMANDS = {
-    "1": ("a+t+g,b,c,s,h,i", "1.25,1,1,0.85,0.95,1.5"),
-    "2": ("d,e,f,p", "3,1.25,0.6,0.6"),
+    "1": ("a+t+g,b,c,s,h,i", "1.75,1,1,0.85,0.95,1.5"),
+    "2": ("d,e,f,p", "3,1,0.6,0.6"),
 }
 """Stages and minutes of two runs. If no stage needs its grace, both take 15 minutes at most, the starts of a machine included."""
 GRACE = 45.0  # seconds beyond --minutes until a stage's process is ended
