@@ -8,19 +8,22 @@ import pytest
 import test_ahead
 import test_ahead_heads
 import test_ahead_windowed
+import torch
 from tiny import tiny
 
 import specdec as sd
+from specdec.cache.paged import PagePool
 from specdec.drafts.heads import Medusa
 from specdec.executors import Ahead, Serial, whole_rounds
 from specdec.executors.whole_rounds import Rounds
+from specdec.graphs.whole_round import WholeRound
 
 PROMPTS = [[5, 6, 7, 8, 9], [3, 4, 4], [9, 9, 4, 2, 7, 7, 1], [11, 12, 1], [8, 1, 8], [2, 2, 2, 2], [7, 3, 5]]
 BUDGETS = [23, 4, 40, 1, 17, 9, 31]
 KINDS = ["model", "spire", None, "windowed", "magicdec", "eagle3", "window", "dflash", "medusa"]
 
 
-def builder_of(kind, graphs="eager", page=None):
+def builder_of(kind, graphs="eager"):
     """Chains of 3."""
     if kind in ("windowed", "magicdec"):
         return test_ahead_windowed.builder_of(kind, graphs)
@@ -64,6 +67,22 @@ def test_a_stream_says_what_generate_says(kind, graphs, capacity):
         clock="rounds",
         capacity=capacity,
     )
+
+
+@pytest.mark.parametrize("kind", ["model", "spire", "magicdec", "eagle3"])
+def test_with_a_capacity_captured_rounds_outlive_pauses_and_streams(monkeypatch, kind):
+    """Seven requests with a pause, three times; what occurs for the first time is captured when it occurs again."""
+    capture, made = WholeRound.capture, []
+    monkeypatch.setattr(
+        WholeRound, "capture", lambda self, how: (made.append(self.shape), capture(self, how))[1]
+    )
+    decoder = builder_of(kind, "recorded").executor(Ahead()).build()
+    asked, counts = requests([0, 2, 3, 3, 4, 90, 95]), []
+    for _ in range(3):
+        served(decoder, asked, limit=3, clock="rounds", capacity=96)
+        counts.append(len(made))
+    assert counts[0] == len(set(made)) > 0
+    assert counts[2] == counts[1] == len(set(made))
 
 
 @pytest.mark.parametrize("drafted", [False, True])
@@ -172,3 +191,19 @@ def test_random_streams(seed):
         clock="rounds",
         capacity=capacity,
     )
+
+
+def test_a_request_whose_text_has_no_pages_is_refused_alone(monkeypatch):
+    """A pool of 12 pages at most. Its prompt fits, its end does not."""
+    short = PagePool._short
+    monkeypatch.setattr(
+        PagePool, "_short", lambda self, n: (torch.device("cpu"), 1, 12) if n > 12 else short(self, n)
+    )
+    decoder = sd.decoder(sd.HFModel(tiny("llama"), graphs="eager", page=8)).executor(Ahead()).build()
+    asked = requests([0, 3, 6], PROMPTS[:3], [30, 80, 20])
+    done = list(decoder.serve(asked, limit=2, clock="rounds", errors="yield", seed=3, eos_token_id=()))
+    found = {one.index: one for one in done}
+    assert [found[i].finish for i in range(3)] == ["length", "error", "length"]
+    assert isinstance(found[1].error, MemoryError)
+    alone = decoder.generate(PROMPTS[:3], [30, 80, 20], seed=3, eos_token_id=(), batch_size=1).ids
+    assert [found[0].ids, found[2].ids] == [alone[0], alone[2]]

@@ -174,6 +174,22 @@ class Slots(KVStore):
             ]
             return self._whole
 
+    def widened(self, batch: int) -> Any:
+        """The same entries in memory with room for ``batch`` rows, which can join later without a copy; the old object must not be used again."""
+        if self._whole[0].shape[1] >= batch:
+            return self
+        new, rows = copy.copy(self), self._blocks[0].shape[1]
+        with torch.inference_mode(False):
+            new._whole = [
+                torch.zeros_like(block.transpose(2, 3)[:, :1]).repeat(1, batch, 1, 1, 1).transpose(2, 3)
+                for block in self._blocks
+            ]
+            new._blocks = [block[:, :rows] for block in new._whole]
+            for into, block in zip(new._blocks, self._blocks):
+                into.copy_(block)
+        new._view()
+        return new
+
 
 def flatten(block: Tensor) -> Tensor:
     """``[layers, B, S, H, D]`` -> ``[layers, B * H * S, D]`` as it lies in memory, a view."""

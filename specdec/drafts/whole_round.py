@@ -13,6 +13,7 @@ from specdec.cache.slots import Slots
 from specdec.cache.static import StaticStore
 from specdec.drafts.model import Model, ModelState
 from specdec.graphs.drafting import Drafting, Given, Side
+from specdec.graphs.programs import Programs
 from specdec.models.hf import HFModel
 from specdec.types import Context
 
@@ -41,6 +42,11 @@ class ModelDrafting(Drafting):
         """As ``Drafting.modules``."""
         model: Any = draft.model
         return model.clone.modules(), model
+
+    @staticmethod
+    def programs(draft: Model) -> Programs:
+        """As ``Drafting.programs``."""
+        return cast(Any, draft.model).steps
 
     @staticmethod
     def memory(state: ModelState) -> Slots:

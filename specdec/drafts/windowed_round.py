@@ -55,6 +55,7 @@ class WindowedDrafting(Drafting):
         return unknown(model)
 
     modules, memory = staticmethod(ModelDrafting.modules), staticmethod(ModelDrafting.memory)
+    programs = staticmethod(ModelDrafting.programs)
 
     @staticmethod
     def select(memory: RingCache, rows: Tensor, context: Context) -> RingCache:

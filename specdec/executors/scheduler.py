@@ -55,8 +55,8 @@ class Scheduler:
         self._note("verify", response.micro_batch, began)
         return micro_batch, self._settle(response.micro_batch, micro_batch, round)
 
-    def takes(self, micro_batch: MicroBatch) -> bool:
-        """Whether rows may join a micro-batch between ``verify`` and ``go_on``."""
+    def take_rows(self, micro_batch: MicroBatch) -> bool:
+        """Whether rows may join a micro-batch now, between ``verify`` and ``go_on``."""
         return True
 
     def go_on(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from time import perf_counter
 from typing import Any, NamedTuple, cast
 
@@ -49,6 +50,21 @@ def drafting_of(draft: Any) -> Any:
     if type(draft) is Model and class_of(draft.model) in CONSTANT:
         return WindowedDrafting
     return DRAFTS.get(type(draft))
+
+
+def most(limits: StopRules, context: Context) -> np.ndarray:
+    """``[B]`` where the rows' texts end at the latest."""
+    return limits.max_length.numpy()[context.request.numpy()]
+
+
+def hold(cache: Any, context: Context, ends: np.ndarray) -> tuple[int, Mapping[int, list[int]] | None]:
+    """Have slots for rows up to ``ends [B]``. Pages are taken at once, and stay where they are. Returns as ``cache.static.held``.
+
+    Raises:
+        MemoryError: there are too few pages; every row keeps those that it has.
+    """
+    lengths = enumerate(zip(context.length.tolist(), ends.tolist()))
+    return held(cache, [Row(b, n - 1, n, end) for b, (n, end) in lengths])[:2]
 
 
 class Rows(NamedTuple):
@@ -113,9 +129,7 @@ class Rounds:
         self.flight: _Flight | None = None
         self.number = 1
         self.program: WholeRound | None = None
-        self._loose: dict[
-            Any, WholeRound
-        ] = {}  # programs that are not captured yet, over the memory ``_over``
+        self._loose: dict[Any, WholeRound] = {}  # not captured yet, over the memory ``_over``
         self._over: Tensor | None = None
         self._host: list[Tensor] = []
 
@@ -161,18 +175,14 @@ class Rounds:
         return context.batch == self.whole and bool((self._most() - context.length.numpy() > 1).any())
 
     def _most(self) -> np.ndarray:
-        """``[B]`` where the rows' texts end at the latest."""
-        return self.limits.max_length.numpy()[self.rows.context.request.numpy()]
+        return most(self.limits, self.rows.context)
 
     @torch.inference_mode()
     def _launch(self, fresh: bool) -> _Flight:
         """Launch the next round. ``fresh``: for the rows and lengths of the host; otherwise after the round in flight."""
         reach = self.rows.context.length.numpy()
-        if fresh:  # a row's pages are taken up to where its text ends at the latest, and stay where they are
-            ends = zip(reach.tolist(), (self._most() + self.steps).tolist())
-            self.slots, table, _ = held(
-                self.cache, [Row(b, n - 1, n, end) for b, (n, end) in enumerate(ends)]
-            )
+        if fresh:
+            self.slots, table = hold(self.cache, self.rows.context, self._most() + self.steps)
             self.table = [] if table is None else [table[b] for b in range(len(reach))]
         else:
             reach = np.minimum(reach + (self.steps + 1), self._most())

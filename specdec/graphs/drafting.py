@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from specdec.cache.slots import Slots
 from specdec.cache.static import StaticStore
+from specdec.graphs.programs import Programs
 from specdec.graphs.static import Forward, StaticPlan
 from specdec.kernels.attention.lowered import Lowered
 from specdec.types import Context
@@ -125,6 +126,11 @@ class Drafting(ABC):
     @abstractmethod
     def memory(state: Any) -> Slots | None:
         """The keys and values in a draft's state; ``None`` for a draft without any, which is made with ``None``."""
+
+    @staticmethod
+    @abstractmethod
+    def programs(draft: Any) -> Programs:
+        """What keeps the memory, and lends it to the draft's next states."""
 
     @staticmethod
     def carry(state: Any) -> Tensor | None:

@@ -92,12 +92,15 @@ class Server:
                 yield one
         finally:
             steps.close()
+            self.places.clear()  # the next stream can have their memory
 
     def _steps(self) -> Generator[Finished, None, None]:
         if isinstance(self.executor, Pipelined):
             self.scheduler = self.executor.scheduler(self.composition, len(self.places), self.rows)
         elif isinstance(self.executor, Ahead):
-            self.scheduler = AheadScheduler(self.composition)
+            self.scheduler = AheadScheduler(
+                self.composition, None if self.settings.capacity is None else self.rows
+            )
         else:
             self.scheduler = Scheduler(InlineWorker(self.composition))
         try:
@@ -305,7 +308,7 @@ class Server:
         yield from self._finished(draft_request.round)
         yield from self._deal()
         joins = None
-        if micro_batch and place.waiting and self.scheduler.takes(micro_batch):
+        if micro_batch and place.waiting and self.scheduler.take_rows(micro_batch):
             joins = yield from self._admit(place)
         self.scheduler.go_on(micro_batch, draft_request, self.limits, joins)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from specdec.drafts.heads.mtp import MTP
 from specdec.drafts.heads.peagle import PEagle
 from specdec.drafts.heads.slots import PIECE, HeadState, whole
 from specdec.graphs.drafting import Drafting, Given, Passed
+from specdec.graphs.programs import Programs
 from specdec.graphs.ring_plan import RingPlans
 from specdec.masks.text import known
 from specdec.types import Context
@@ -82,6 +83,11 @@ class HeadDrafting(Drafting):
     def carry(state: HeadState) -> Tensor | None:
         """As ``Drafting.carry``: what was read last in each row."""
         return state.carry
+
+    @staticmethod
+    def programs(draft: Head) -> Programs:
+        """As ``Drafting.programs``."""
+        return cast(Programs, draft.programs)
 
     @staticmethod
     def select(memory: Ring, rows: Tensor, context: Context) -> Ring:

@@ -13,6 +13,7 @@ from specdec.drafts.magicdec.rotation import turned
 from specdec.drafts.magicdec.view import View, ViewCache
 from specdec.drafts.windowed_round import WindowedDrafting, remember, unknown
 from specdec.graphs.drafting import Given, Passed
+from specdec.graphs.programs import Programs
 from specdec.types import Context
 
 
@@ -45,6 +46,11 @@ class ViewDrafting(WindowedDrafting):
     def modules(draft: Any) -> tuple[Iterable[nn.Module], object]:
         """As ``Drafting.modules``."""
         return draft.view.clone.modules(), draft.view
+
+    @staticmethod
+    def programs(draft: Any) -> Programs:
+        """As ``Drafting.programs``."""
+        return draft.view.steps
 
     @staticmethod
     def select(memory: Any, rows: Tensor, context: Context) -> ViewCache:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from specdec.drafts.spire.chain import forwards, write
 from specdec.drafts.spire.draft import Spire, SpireState
 from specdec.drafts.spire.model import SpireModel
 from specdec.graphs.drafting import Drafting, Given, Passed
+from specdec.graphs.programs import Programs
 from specdec.graphs.ring_plan import RingPlans
 from specdec.masks.text import known
 from specdec.types import Context
@@ -51,6 +52,11 @@ class SpireDrafting(Drafting):
     def memory(state: SpireState) -> Ring:
         """As ``Drafting.memory``."""
         return state.ring
+
+    @staticmethod
+    def programs(draft: Spire) -> Programs:
+        """As ``Drafting.programs``."""
+        return cast(Programs, draft.programs)
 
     @staticmethod
     def select(memory: Ring, rows: Tensor, context: Context) -> Ring:
