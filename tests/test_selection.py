@@ -344,10 +344,11 @@ def test_the_steps_of_a_head_rooms_loss():
 
     free = replace(TIMES, read=(0.0,) * 4)
     known = steps(free)
-    every, kinds, other, selector, read, batch = (row["times_faster"] for row in known.values())
+    every, kinds, other, selector, read, batch, emptied = (row["times_faster"] for row in known.values())
     assert every == kinds == other > 1.05
     assert selector == read == pytest.approx(every, rel=0.02)
     assert batch < 0.97 * read  # two drafts are in use, each with its fixed costs
+    assert emptied < batch  # which fewer rows share when a batch is not refilled
     best = fixed_seconds(tested, free, 6)[:3].sum(1).min()
     plain = fixed_seconds(tested, free, 6)[3].sum()
     for row in list(known.values())[:5]:
@@ -361,6 +362,19 @@ def test_the_steps_of_a_head_rooms_loss():
     apart = steps(replace(free, draft=tuple((0.0, f + r) for f, r in TIMES.draft)))
     shared = apart["selector, in its batches"]["times_faster"]
     assert shared == pytest.approx(apart["selector"]["times_faster"], rel=0.02)  # no fixed costs to pay twice
+
+
+def test_a_batch_that_is_not_refilled_lasts_as_long_as_its_longest_request():
+    """Eleven requests of 5 tokens and one of 20, without a draft, in batches of 4 whose rounds take a second with any rows."""
+    some = replace(requests(12), ends=np.array([5] * 7 + [20] + [5] * 4))
+    times = replace(TIMES, verify=(1.0, 0.0, 0.0))
+    replay = SelectorReplay(some, times, 4, repeats=8, refilled=False)
+    none = selectors.Fixed(3)
+    assert replay(none).elapsed.sum(1) == pytest.approx([30.0] * 8)
+    assert 20 <= replace(replay, refilled=True)(none).elapsed.sum(1).mean() < 30
+    np.testing.assert_array_equal(
+        replay(none).seconds, replace(replay, refilled=True)(none).seconds
+    )  # each as in a full batch
 
 
 def test_times_and_settings_that_do_not_fit_are_refused():

@@ -33,8 +33,8 @@ def costs(
 
     The steps differ by one cost each: the best arm of each request in hindsight; the best arm of each kind of request in hindsight; the best arm
     that each kind has among other requests; a selector that learned from those, whose rounds are charged as in a batch of their own arm
-    and without reading; the same with reading; and the seconds of the batch's own rounds, which are compared with those of the best fixed
-    draft in such a batch.
+    and without reading; the same with reading; the seconds of the batch's own rounds, which are compared with those of the best fixed
+    draft in such a batch; and the same in batches that are not refilled.
 
     Args:
         tested, learned: requests without a common source. kinds: the key of a request, for ``learned`` and for ``tested``. taught, selector:
@@ -57,18 +57,23 @@ def costs(
     start = changed(replay, requests=learned).taught(taught, lessons)
     played = replay(selector, start)
     without = changed(replay, times=unread)(selector, start).seconds
-    alone = {arm: replay(Fixed(arm)).elapsed for arm in (best, *plain[:1])}
     free = fixed_seconds(tested, unread, batch)
-    steps: list[tuple[str, Any, np.ndarray]] = [
-        ("best arm of each request", fixed, fixed.min(0)),
-        ("best arm of each kind", fixed, hindsight),
-        ("best arm of each kind, learned", fixed, other),
-        ("selector, without reading", free, without),
-        ("selector", fixed, played.seconds),
-        ("selector, in its batches", alone, played.elapsed),
+    steps: list[tuple[str, Any, np.ndarray, int]] = [
+        ("best arm of each request", fixed, fixed.min(0), best),
+        ("best arm of each kind", fixed, hindsight, best),
+        ("best arm of each kind, learned", fixed, other, best),
+        ("selector, without reading", free, without, best),
+        ("selector", fixed, played.seconds, best),
     ]
+    emptied = changed(replay, refilled=False)
+    for step, how, elapsed in (
+        ("selector, in its batches", replay, played.elapsed),
+        ("selector, in batches that are not refilled", emptied, emptied(selector, start).elapsed),
+    ):
+        alone = {arm: how(Fixed(arm)).elapsed for arm in (*drafts, *plain[:1])}
+        steps.append((step, alone, elapsed, min(drafts, key=lambda arm: alone[arm].sum())))
     out = []
-    for step, base, seconds in steps:
+    for step, base, seconds, best in steps:
         row = {"batch": batch, "step": step, "best_fixed": tested.names[best]}
         row |= zip(("times_faster", "low", "high"), ratio(base[best], seconds, tested.source))
         if plain:

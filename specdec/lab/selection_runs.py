@@ -48,6 +48,7 @@ class SelectorReplay:
         reward: of a round, in 0 .. 1: ``"goodput"``, tokens a second over the largest possible; ``"tokens"``, the decoder's default.
             Selectors with full information get the expected reward of every arm's block, when the text that it needs is committed.
         costs: seconds in the feedback: ``"modelled"`` (``RoundTimes.alone``, without reading) or ``"wall"``, shares of the batch's round.
+        refilled: as said; ``False``: the next batch starts when all requests of one have ended, as in calls of ``generate``.
     Raises:
         ValueError: a batch or a number of repeats below 1.
     """
@@ -60,6 +61,7 @@ class SelectorReplay:
     capacities: tuple[int, ...] | None = None
     reward: Literal["goodput", "tokens"] = "goodput"
     costs: Literal["modelled", "wall"] = "modelled"
+    refilled: bool = True
 
     def __post_init__(self) -> None:
         for name in ("batch", "repeats"):
@@ -134,8 +136,9 @@ class _Run:
     def play(self) -> None:
         running: list[int] = []
         while running or self.waiting:
-            while self.waiting and len(running) < self.how.batch:
-                running.append(self.waiting.pop())
+            if self.how.refilled or not running:
+                room = self.how.batch - len(running)
+                running += [self.waiting.pop() for _ in range(min(room, len(self.waiting)))]
             self.round(np.array(running))
             running = [c for c in running if self.at[c] < self.how.requests.new_tokens[c]]
 
