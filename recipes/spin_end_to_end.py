@@ -16,7 +16,8 @@ bootstraps over workloads; with fewer than 5 workloads there are none.
   the drafts' capacities for 2^k rounds. With padded attention; `selection+packed`, `selection+decomposed`, `selection+auto` with others.
 - `spin`: the paper's selector, and a pipeline of `--micro-batches` (drafting in another process, on the other core).
 - `pooled`: the same algorithm with statistics pooled by the kind of prompt and the temperature, learned on `--learn` other requests and kept from then on;
-  it has all arms (n-gram, SPIRe and no speculation where they are given), and a request stays with its draft.
+  it has all arms (n-gram, SPIRe and no speculation where they are given). Its matching counts what every draft in use costs the batch's rounds
+  (`selectors.opening`), which the paper, with a device for each draft, need not.
 - `planned`: `sd.auto`: the drafts of `pooled`, or none, chosen for all rows together by seconds of whole rounds of several batches, and by chances of
   acceptance for each temperature. Both are measured at the same place on validation prompts beforehand. (`pooled` is charged seconds and learns at `auto/1`.)
 
@@ -44,12 +45,13 @@ from specdec.cost.arms import weights
 from specdec.executors import Pipelined
 from specdec.kernels.attention import fit
 from specdec.lab import console, plots
-from specdec.lab.arm_times import ARMS, POOL, charges, load_pool
+from specdec.lab.arm_times import ARMS, POOL, charges, load_pool, measured
 from specdec.lab.arms import PoolRun, goodput, pool_run
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Plotted
 from specdec.lab.workload import ByDomain, Workload, temperatures, workload
 from specdec.selectors.kinds import ByTemperature, Product
+from specdec.selectors.opening import Opening
 
 COLUMNS = ("configuration", "is", "attention", "cores", "goodput", "goodput_low", "goodput_high", "ratio_to_plain",
            "ratio_to_best_fixed", "ratio_to_best_fixed_low", "ratio_to_best_fixed_high", "tau")  # fmt: skip
@@ -124,17 +126,21 @@ class Parts:
             raise SystemExit(f"--tokens is {s.tokens}: arms of {longest} tokens need at least {longest + 2}")
         self.smallest = min(self.models, key=lambda name: weights(self.models[name].draft.model))
         self.costs: Any = None
+        self.opening: Opening | None = None
 
     @property
     def places(self) -> list[Place]:
         return [Place(name, int(cores)) for name, _, cores in (word.partition("/") for word in self.s.places)]
 
     def profile(self, batch: int) -> None:
-        """Measure each arm alone: its rounds are charged these seconds, because a round's own depend on the rest of the batch."""
-        s = self.s
+        """Measure each arm alone: its rounds are charged these seconds, because a round's own depend on the rest of the batch. Rounds of fewer rows
+        say what an arm in use costs."""
+        s, target = self.s, self.targets["auto"]
         work, few = self.workload(batch, 1000, "validation"), (3, 1) if s.quick else (16, 9)
         sampling = self.sampling(batch)
-        self.costs = charges(self.targets["auto"], self.arms, work.rows, *few, seed=s.seed, sampling=sampling)
+        self.costs = charges(target, self.arms, work.rows, *few, seed=s.seed, sampling=sampling)
+        times = measured(target, self.arms, work.rows, *few[:1], 1 if s.quick else 3, s.seed, sampling)
+        self.opening = times.opening([arm.length or 0 for arm in self.arms.values()], batch)
 
     def sampling(self, batch: int) -> sd.Sampling:
         return sd.Sampling(temperatures(self.s.temperatures, batch))
@@ -168,7 +174,7 @@ class Parts:
     ) -> Any:
         at = ByTemperature(temperatures(self.s.temperatures, batch))
         kind = Product((ByDomain(self.tokenizer), at))
-        selector = selectors.Spin(exploration, growth, kind, warm=warm, learn="always")
+        selector = selectors.Spin(exploration, growth, kind, warm=warm, learn="always", opening=self.opening)
         return self.chosen(self.arms, selector, batch, attention).build()
 
     def planned(self, place: Place, batch: int, requests: int | None = None) -> Any:

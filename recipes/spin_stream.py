@@ -4,8 +4,7 @@
 
 The requests of `spin_end_to_end.py` (three domains, greedy and sampled ones in turn, ragged prompts), more of them than rows, are all there
 from the start. A row that has ended makes room for the next request, so the batch stays full until the last requests. `admission`: `in order`, as they arrive, or
-`by kind`: those of one temperature (of one draft, where `pooled` has learned which it will take) one after another, where at most `--patience` later ones join
-before a request (`serving.ByKind`). Each configuration has rows for both.
+`by kind`: those of one temperature one after another, where at most `--patience` later ones join before a request (`serving.ByKind`). Each configuration has rows for both.
 
 Rows: `configuration, admission, batch, attention, cores`, and
 
@@ -41,8 +40,7 @@ import specdec as sd
 from specdec.lab import console
 from specdec.lab.arms import PoolRun, goodput
 from specdec.lab.options import option, parse
-from specdec.lab.workload import ByDomain, Workload, temperatures
-from specdec.selectors.statistics import goodput as arm_goodput
+from specdec.lab.workload import Workload, temperatures
 from specdec.serving import ByKind
 from specdec.types import Round
 
@@ -134,7 +132,6 @@ class Streams:
             decoder = parts.pooled(N, at)
             selection = decoder.begin(self.batch)
             selection.state = self.taught.state  # states are values, so this can be shared
-            kinds = self.learned(work)
         else:
             decoder = parts.fixed(name.removeprefix("fixed:"), N, at)
         admission = ByKind(lambda request: request.key, s.patience, N) if order == "by kind" else None
@@ -144,14 +141,6 @@ class Streams:
         names = decoder.selecting.names if decoder.selecting is not None else (name,)
         arms: Counter[Any] = Counter({names[a]: n for a, n in run.arms.items()})
         return replace(run, arms=arms)
-
-    def learned(self, work: Workload) -> list[Any]:
-        """The draft that the pooled selector has learned to take for each request; of kinds that it has not met, the kind."""
-        table, arms = self.taught.state.own, list(self.parts.arms)
-        speed = arm_goodput(table.sums)
-        drafts = {kind: arms[int(speed[row].argmax())] for kind, row in table.keys.of.items()}
-        domains = map(ByDomain(self.parts.tokenizer).of, work.rows)
-        return [drafts.get(kind, kind) for kind in zip(domains, self.temperatures)]
 
 
 def main(s: Settings) -> list[dict[str, Any]]:

@@ -344,11 +344,14 @@ def test_the_steps_of_a_head_rooms_loss():
 
     free = replace(TIMES, read=(0.0,) * 4)
     known = steps(free)
-    every, kinds, other, selector, read, batch, emptied = (row["times_faster"] for row in known.values())
+    every, kinds, other, selector, read, batch, counting, emptied = (
+        row["times_faster"] for row in known.values()
+    )
     assert every == kinds == other > 1.05
     assert selector == read == pytest.approx(every, rel=0.02)
     assert batch < 0.97 * read  # two drafts are in use, each with its fixed costs
-    assert emptied < batch  # which fewer rows share when a batch is not refilled
+    assert counting > 0.99 * batch  # both are worth it
+    assert emptied > 1
     best = fixed_seconds(tested, free, 6)[:3].sum(1).min()
     plain = fixed_seconds(tested, free, 6)[3].sum()
     for row in list(known.values())[:5]:
@@ -357,6 +360,11 @@ def test_the_steps_of_a_head_rooms_loss():
     blind = steps(free, lambda context: [0] * context.batch)
     assert blind["best arm of each request"]["times_faster"] == every
     assert blind["best arm of each kind"]["times_faster"] == pytest.approx(1)
+    dear = steps(replace(free, draft=tuple((8 * f, r) for f, r in TIMES.draft)))
+    batch, counting = (
+        dear[step]["times_faster"] for step in ("selector, in its batches", "counting drafts in use")
+    )
+    assert batch < 0.95 < 0.99 < counting
     slow = steps(replace(TIMES, read=(1e-3, 1e-3, 0.0, 0.0)))
     assert slow["selector"]["times_faster"] < slow["best arm of each kind"]["times_faster"]
     apart = steps(replace(free, draft=tuple((0.0, f + r) for f, r in TIMES.draft)))

@@ -18,6 +18,7 @@ from torch import Tensor
 from specdec.cost.arms import ArmCosts
 from specdec.lab.bootstrap import Clusters, interval
 from specdec.lab.replays import Replay
+from specdec.selectors.opening import Opening
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ class RoundTimes:
         """A row's round in a batch of ``batch`` rows that all use its arm. No round of at most so many rows costs less than these charges."""
         fixed, row, token = self.verify
         return ArmCosts(tuple(f / batch + r + token for f, r in self.draft), fixed / batch + row)
+
+    def opening(self, lengths: Sequence[int], batch: int) -> Opening:
+        """What arms that draft ``lengths`` tokens add to a round by being in use, beside the charges of ``alone(batch)``."""
+        return Opening(tuple(k * fixed for k, (fixed, _) in zip(lengths, self.draft)), batch)
 
     def round(self, arm: np.ndarray, drafted: np.ndarray, unread: np.ndarray) -> tuple[np.ndarray, float]:
         """Drafting by arm ``[A]``, which includes reading ``unread [B]`` tokens, and verification, of one round of B rows."""

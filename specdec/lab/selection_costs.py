@@ -34,7 +34,8 @@ def costs(
     The steps differ by one cost each: the best arm of each request in hindsight; the best arm of each kind of request in hindsight; the best arm
     that each kind has among other requests; a selector that learned from those, whose rounds are charged as in a batch of their own arm
     and without reading; the same with reading; the seconds of the batch's own rounds, which are compared with those of the best fixed
-    draft in such a batch; and the same in batches that are not refilled.
+    draft in such a batch; the same for a selector that counts what an arm in use costs (``selectors.opening``); and the same in batches that are not
+    refilled.
 
     Args:
         tested, learned: requests without a common source. kinds: the key of a request, for ``learned`` and for ``tested``. taught, selector:
@@ -66,9 +67,11 @@ def costs(
         ("selector", fixed, played.seconds, best),
     ]
     emptied = changed(replay, refilled=False)
+    counting = changed(selector, opening=times.opening(tested.lengths, batch))
     for step, how, elapsed in (
         ("selector, in its batches", replay, played.elapsed),
-        ("selector, in batches that are not refilled", emptied, emptied(selector, start).elapsed),
+        ("counting drafts in use", replay, replay(counting, start).elapsed),
+        ("in batches that are not refilled", emptied, emptied(counting, start).elapsed),
     ):
         alone = {arm: how(Fixed(arm)).elapsed for arm in (*drafts, *plain[:1])}
         steps.append((step, alone, elapsed, min(drafts, key=lambda arm: alone[arm].sum())))

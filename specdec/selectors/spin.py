@@ -15,6 +15,7 @@ from torch import Tensor
 from specdec.arguments import at_least, numbers
 from specdec.rng import Rng
 from specdec.selectors.matching import assign, checked, scatter, within
+from specdec.selectors.opening import Opening
 from specdec.selectors.statistics import PULLS, Index, Pending, Pool, Table, goodput, poolable, room, seen
 from specdec.types import Context, Feedback
 
@@ -74,6 +75,9 @@ class Spin:
     from all arms with room; an exploiting row that they displace gets its next best arm for that slot. A row without any
     observation at the end of its exploration continues to explore.
 
+    With an ``opening``, which the paper has no use for (each of its drafts has a device of its own), the matching gives way to the arms that take the
+    least seconds for all exploiting rows together, and rows that began earlier may move when another one begins.
+
     Attributes:
         exploration: slots per epoch, at least 1. growth: at least 1; 2 in the paper.
         pool: which rows share statistics: None (each request has its own, as in the paper), "global", or a function from a context
@@ -82,6 +86,7 @@ class Spin:
         warm: number of pooled observations of every arm from which on an epoch begins without exploration. None (the paper):
             always explore. Needs a ``pool`` or a ``prior``.
         learn: "exploration" (the paper: estimates use exploration slots) or "always" (all slots).
+        opening: what an arm in use costs a batch on one device, whatever its rows; None (the paper): nothing.
     """
 
     exploration: int = 5
@@ -90,6 +95,7 @@ class Spin:
     prior: float = 0.0
     warm: int | None = None
     learn: Literal["exploration", "always"] = "exploration"
+    opening: Opening | None = None
 
     def __post_init__(self) -> None:
         poolable(self.pool)
@@ -107,8 +113,8 @@ class Spin:
 
     @property
     def joint(self) -> bool:
-        """Whether rows share statistics (``SelectorInfo.joint``)."""
-        return self.pool is not None or self.prior > 0
+        """Whether a row's arm depends on what others have seen (``SelectorInfo.joint``)."""
+        return self.pool is not None or self.prior > 0 or self.opening is not None
 
     def init(self, arms: int) -> State:
         table = Table.empty(arms)
@@ -138,13 +144,16 @@ class Spin:
 
         starts = ~explore & (phases.plan[r] < 0)
         if starts.any():
-            phases.weight[r[starts]] = self._estimate(own.sums[own_row], shared.sums[shared_row])[starts]
+            sums = self._sums(own.sums[own_row], shared.sums[shared_row])
+            phases.weight[r[starts]] = goodput(sums)[starts]
             blind = starts & ~phases.weight[r].any(1)
             explore, starts = explore | blind, starts & ~blind
         go = ~explore
         phases.exploit[r[go]] -= 1
         if starts.any():
-            phases.plan[r[go]] = assign(phases.weight[r[go]], free)
+            opening = self.opening
+            plan = assign(phases.weight[r[go]], free) if opening is None else opening.assign(sums[go], free)
+            phases.plan[r[go]] = plan
 
         arm, prob = np.zeros(B, dtype=np.int64), np.ones(B)
         if explore.any():
@@ -204,9 +213,9 @@ class Spin:
         shared_row, shared = state.shared.seat(self._prior, context)
         return own, own_row, shared, shared_row
 
-    def _estimate(self, own: np.ndarray, shared: np.ndarray) -> np.ndarray:
-        """Goodput ``[B, arms]``: the pooled sums, scaled down to ``prior`` pulls, are added to the request's own."""
+    def _sums(self, own: np.ndarray, shared: np.ndarray) -> np.ndarray:
+        """``[B, arms, 4]``: the pooled sums, scaled down to ``prior`` pulls, are added to the request's own."""
         if self.prior:
             pulls = shared[..., PULLS : PULLS + 1]
             own = own + shared * np.minimum(1, self.prior / np.maximum(pulls, 1))
-        return goodput(own)
+        return own

@@ -1,0 +1,94 @@
+"""What arms in use cost a batch: the set of arms, against loops over all sets; and what a selector makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+
+from specdec import Philox, selectors
+from specdec.selectors.opening import Opening
+from specdec.types import Context, Feedback
+
+FREE = np.array([99, 99, 99])
+
+
+def sums(tokens, seconds, pulls=10.0):
+    """``[B, arms, 4]`` from tokens and charged seconds of a round, ``[B, arms]``."""
+    tokens, seconds = np.broadcast_arrays(np.array(tokens, float), np.array(seconds, float))
+    return np.stack([np.full(tokens.shape, pulls), pulls * tokens, pulls * seconds, 0 * tokens], -1)
+
+
+def by_loops(tokens, seconds, opening):
+    """The best set's arms, by the definition."""
+    B, arms = tokens.shape
+    best, out = np.inf, None
+    for n in range(1, arms + 1):
+        for some in combinations(range(arms), n):
+            own = (seconds - np.array(opening.seconds) / opening.batch) / tokens
+            arm = [min(some, key=lambda a: own[b, a]) for b in range(B)]
+            total = sum(own[b, a] for b, a in enumerate(arm))
+            total += sum(
+                opening.seconds[a] * max(1 / tokens[b, a] for b in range(B) if arm[b] == a) for a in set(arm)
+            )
+            if total < best - 1e-12:
+                best, out = total, arm
+    return out
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_set_is_the_one_with_the_least_seconds(seed):
+    draw = np.random.default_rng(seed)
+    tokens, seconds = 1 + 4 * draw.random((7, 4)), 1 + draw.random((7, 4))
+    opening = Opening(tuple(draw.choice([0.0, 0.5, 2.0, 6.0], 4)), 7)
+    found = opening.assign(sums(tokens, seconds), np.full(4, 7))
+    assert found.tolist() == by_loops(tokens, seconds, opening)
+
+
+def test_a_small_lead_of_a_few_rows_opens_no_arm():
+    """Six rows on one arm; two would be 5 % faster on another, which costs half a row's round in every round."""
+    tokens = [[2.0, 1.0]] * 6 + [[2.0, 2.1]] * 2
+    assert Opening((0.5, 0.5), 8).assign(sums(tokens, 1.0), FREE[:2]).tolist() == [0] * 8
+    assert Opening((0.0, 0.0), 8).assign(sums(tokens, 1.0), FREE[:2]).tolist() == [0] * 6 + [1] * 2
+    much = [[2.0, 1.0]] * 6 + [[2.0, 6.0]] * 2
+    assert Opening((0.5, 0.5), 8).assign(sums(much, 1.0), FREE[:2]).tolist() == [0] * 6 + [1] * 2
+
+
+def test_an_arm_never_tried_is_not_opened_and_capacities_hold():
+    seen = sums([[2.0, 3.0, 1.0]] * 4, 1.0)
+    seen[:, 1] = 0
+    opening = Opening((0.1, 0.0, 0.1), 4)
+    assert opening.assign(seen, FREE).tolist() == [0] * 4
+    assert sorted(opening.assign(seen, np.array([3, 0, 9])).tolist()) == [0, 0, 0, 2]
+    with pytest.raises(ValueError, match="serve 3 rows"):
+        opening.assign(seen, np.array([3, 0, 0]))
+    with pytest.raises(ValueError, match="all 3"):
+        Opening((0.1, 0.0), 4).assign(seen, FREE)
+    for wrong in ({"seconds": (-1.0, 0.0)}, {"seconds": ()}, {"seconds": (0.0,) * 11}, {"batch": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            replace(opening, **wrong)
+
+
+def test_spin_moves_rows_together():
+    """Two kinds of requests, of which each is a little faster on an arm of its own: with an opening, one arm serves all."""
+    context = Context(torch.zeros(8, 1, dtype=torch.long), torch.ones(8), torch.ones(8), torch.arange(8))
+    tokens = torch.tensor([[2.0, 1.9], [1.9, 2.0]])[torch.arange(8) % 2]
+
+    def chosen(opening):
+        spin = selectors.Spin(
+            exploration=8, growth=64, pool=lambda c: (c.request % 2).tolist(), learn="always", opening=opening
+        )
+        state, rng = spin.init(2), Philox(torch.arange(8))
+        for _ in range(10):
+            arm, _, state = spin.select(state, context, torch.tensor([8, 8]), rng)
+            got = tokens[torch.arange(8), arm]
+            state = spin.update(state, Feedback(context.request, arm, got, arm, torch.ones(8), torch.ones(8)))
+        return arm.tolist()
+
+    assert chosen(None) == chosen(Opening((0.0, 0.0), 8)) == [0, 1] * 4
+    assert len(set(chosen(Opening((2.0, 2.0), 8)))) == 1
+    assert not selectors.Spin().joint
+    assert selectors.Spin(opening=Opening((0.0,), 1)).joint
