@@ -45,7 +45,7 @@ from specdec.cost.arms import weights
 from specdec.executors import Pipelined
 from specdec.kernels.attention import fit
 from specdec.lab import console, plots
-from specdec.lab.arm_times import ARMS, POOL, charges, load_pool, measured
+from specdec.lab.arm_times import ARMS, POOL, charges, half_way, load_pool, measured
 from specdec.lab.arms import PoolRun, goodput, pool_run
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Plotted
@@ -133,13 +133,14 @@ class Parts:
         return [Place(name, int(cores)) for name, _, cores in (word.partition("/") for word in self.s.places)]
 
     def profile(self, batch: int) -> None:
-        """Measure each arm alone: its rounds are charged these seconds, because a round's own depend on the rest of the batch. Rounds of fewer rows
-        say what an arm in use costs."""
+        """Measure each arm alone, half way through texts: its rounds are charged these seconds, because a round's own depend on the rest of the
+        batch. Rounds of fewer rows say what an arm in use costs."""
         s, target = self.s, self.targets["auto"]
         work, few = self.workload(batch, 1000, "validation"), (3, 1) if s.quick else (16, 9)
         sampling = self.sampling(batch)
-        self.costs = charges(target, self.arms, work.rows, *few, seed=s.seed, sampling=sampling)
-        times = measured(target, self.arms, work.rows, *few[:1], 1 if s.quick else 3, s.seed, sampling)
+        texts = half_way(self.plain(batch, "auto").build(), work.rows, s.tokens, s.seed)
+        self.costs = charges(target, self.arms, texts, *few, seed=s.seed, sampling=sampling)
+        times = measured(target, self.arms, texts, *few[:1], 1 if s.quick else 3, s.seed, sampling)
         self.opening = times.opening([arm.length or 0 for arm in self.arms.values()], batch)
 
     def sampling(self, batch: int) -> sd.Sampling:

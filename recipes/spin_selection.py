@@ -42,7 +42,7 @@ from specdec import lab, selectors, zoo
 from specdec.arm_policy import Arm
 from specdec.data.prompts import entries
 from specdec.lab import plots
-from specdec.lab.arm_times import ARMS, POOL, load_pool, measured
+from specdec.lab.arm_times import ARMS, POOL, half_way, load_pool, measured
 from specdec.lab.console import progress, table
 from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import Entry
@@ -52,7 +52,7 @@ from specdec.lab.selection_costs import costs
 from specdec.lab.selection_runs import Follow, SelectorReplay
 from specdec.lab.selection_tables import documented
 from specdec.lab.simulated import overhead
-from specdec.lab.workload import ByDomain, halves, temperatures
+from specdec.lab.workload import ByDomain, halves
 from specdec.selectors.kinds import ByTemperature, Kind, Product
 
 Row = dict[str, Any]
@@ -105,11 +105,11 @@ def main(s: Settings) -> list[Row]:
         folder = s.trace or stack.enter_context(TemporaryDirectory())
         requests, domains, at = recorded(s, target, arms, Path(folder))
     assert requests.tokens is not None
-    prompts = [row[:n].tolist() for row, n in zip(requests.tokens, requests.prompt.tolist())][
-        : max(4, s.replayed)
-    ]
-    sampling = sd.Sampling(temperatures(s.temperatures, len(prompts)))
-    times = measured(target, arms, prompts, *((4, 1) if s.quick else ()), seed=s.seed, sampling=sampling)
+    some = np.linspace(0, len(at) - 1, min(len(at), max(4, s.replayed))).astype(int)
+    prompts = [requests.tokens[i, : requests.prompt[i]].tolist() for i in some]
+    sampling = sd.Sampling(tuple(at[i] for i in some))
+    texts = half_way(sd.decoder(target).sampling(sampling).build(), prompts, s.new_tokens, s.seed)
+    times = measured(target, arms, texts, *((4, 1) if s.quick else ()), seed=s.seed, sampling=sampling)
     rows: list[Row] = [
         {"part": "times", "arm": name, "fixed_milliseconds": 1e3 * f, "row_milliseconds": 1e3 * r, "read_milliseconds": 1e3 * read}
         for name, (f, r), read in zip(s.pool, times.draft, times.read)

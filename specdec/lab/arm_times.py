@@ -65,6 +65,14 @@ def load_pool(names: Sequence[str], length: int = 4, bf16_weights: bool | None =
     return made
 
 
+def half_way(
+    decoder: Any, prompts: Sequence[Sequence[int]], new_tokens: int, seed: int = 0
+) -> list[list[int]]:
+    """Prompts with half of ``new_tokens`` after them, by ``decoder``: a round of ``measured`` and ``charges`` has the length that rounds have on average."""
+    out = decoder.generate(list(prompts), new_tokens // 2, seed=seed, eos_token_id=())
+    return [[*prompt, *ids] for prompt, ids in zip(prompts, out.ids)]
+
+
 def measured(
     target: Any,
     arms: Mapping[str, Arm],

@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 
 from specdec.arguments import at_least
+from specdec.selectors.joint import together
 from specdec.selectors.matching import assign, checked
 from specdec.selectors.statistics import PULLS, SECONDS, TOKENS
 
@@ -36,11 +37,10 @@ class Opening:
             )
 
     def assign(self, sums: np.ndarray, capacities: np.ndarray) -> np.ndarray:
-        """The arms of the set with the least seconds until every row has a token.
+        """The arms with the least seconds for equally many tokens of every row (``joint.together``).
 
-        In a set of arms, a row takes the one with the least seconds of its own: its charge for ``pulls / tokens`` rounds, without the share of
-        ``seconds``. An arm's ``seconds`` are paid for the rounds of its slowest row. Where capacities bind, rows are matched to the arms with the least seconds
-        of their own, as if each paid for an arm outside of the set alone.
+        A row has its charge without its share of ``seconds``, which are paid once for each arm in use. Where capacities bind, rows are matched to arms
+        by their own seconds and rounds, as if each paid for an arm that the others do not use alone.
 
         Args:
             sums: ``[B, arms, 4]`` observations (``statistics.Table``). capacities: ``[arms]``, their sum at least B.
@@ -53,15 +53,24 @@ class Opening:
         if arms != len(self.seconds):
             raise ValueError(f"opening has seconds of {len(self.seconds)} arms: give those of all {arms}")
         room, fixed = checked(capacities, arms, B), np.array(self.seconds)
-        tokens = np.maximum(sums[..., TOKENS], 1e-300)
-        rounds = sums[..., PULLS] / tokens
-        own = np.maximum(sums[..., SECONDS] - sums[..., PULLS] * fixed / self.batch, 0.0) / tokens
-        known = sums[..., TOKENS] > 0  # an arm never tried is the worst
-        own = np.where(known, own, 1 + 1e3 * own.max(initial=0.0, where=known))
-        sets = np.array([one for one in product((False, True), repeat=arms) if any(one)])[:, None]
-        closed = np.where(sets, own, np.inf)  # [sets, B, arms]
-        chosen = closed.argmin(2)[..., None] == np.arange(arms)
-        used = np.where(chosen, rounds, 0.0).max(1, initial=0.0)
-        total = closed.min(2).sum(1) + used @ fixed
-        best = sets[total.argmin()]
-        return assign(-np.where(best, own, own + fixed * rounds), room)
+        if not B:
+            return np.zeros(0, dtype=np.int64)
+        known, pulls = sums[..., TOKENS] > 0, np.maximum(sums[..., PULLS], 1)
+        slow = np.where(
+            known, pulls / np.maximum(sums[..., TOKENS], 1e-9), 1e3
+        )  # an arm never tried is the worst
+        own = np.maximum(sums[..., SECONDS] / pulls - fixed / self.batch, 1e-9 * sums[..., SECONDS].max())
+        own = np.where(known, own, own.max())
+        sets = np.array([one for one in product((False, True), repeat=arms) if any(one)])
+        rows = np.arange(B)
+
+        def seconds(arm: np.ndarray) -> np.ndarray:
+            used = (arm[..., None] == np.arange(arms)).any(1)
+            return own[rows, arm].sum(1) + used @ fixed
+
+        _, best = together(slow, np.where(sets[:, None], own, np.inf), seconds)
+        if (np.bincount(best, minlength=arms) <= room).all():
+            return best
+        price = slow[rows, best].sum() / seconds(best[None])[0]
+        closed = ~np.isin(np.arange(arms), best)
+        return assign(-(slow + price * (own + closed * fixed)), room)

@@ -1,4 +1,4 @@
-"""The arms of all rows that give most tokens a second, by measured seconds and by what drafts have accepted so far.
+"""The arms of all rows with the least seconds for equally many tokens, by measured seconds and by what drafts have accepted so far.
 
 After "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput" (SmartSpec, arXiv 2406.14066), with arms for every row
 instead of one length for the batch. Nothing is random and no clock is read: equal rounds give equal choices.
@@ -21,6 +21,7 @@ from specdec.arguments import at_least, numbers
 from specdec.capabilities import SelectorInfo
 from specdec.cost.rounds import RoundTable
 from specdec.rng import Rng
+from specdec.selectors.joint import together
 from specdec.selectors.kinds import Kind, kinds_of
 from specdec.selectors.matching import checked, within
 from specdec.selectors.statistics import TOKENS, seen
@@ -37,7 +38,7 @@ class Plan(NamedTuple):
 
     Attributes:
         request: ``[B]``. arm: ``[B]``. tokens: ``[B, arms]`` expected tokens of a round. plain: seconds of a plain round.
-        rate: expected tokens a second. why: one word for the batch: ``"faster"``, ``"slower"`` or ``"unmeasured"``. failing: ``[kinds, drafts, K]`` the
+        rate: expected tokens a second, if rows that end make room for others like them. why: one word for the batch: ``"faster"``, ``"slower"`` or ``"unmeasured"``. failing: ``[kinds, drafts, K]`` the
             chance that a token is rejected if those before it in its block were not, in all rows of a kind. rows: of each kind. stands: rounds for which the choice is held.
     """
 
@@ -67,7 +68,8 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Planner:
-    """Chooses for all rows together the arms with the most expected tokens a second; plain decoding unless these are faster by ``margin``.
+    """Chooses for all rows together the arms with the least seconds for equally many tokens (``joint.together``); plain decoding unless these are faster
+    by ``margin``.
 
     Two things are estimated of a draft, for each kind of request, from ``prior`` and all rounds since: how often it proposes anything, and by position the
     chance that a proposed token is accepted if those before it were. A row that accepts less or more than that has a factor of its own on the chance of
@@ -349,20 +351,17 @@ class Planner:
         reading[:, none] = 0.0
         each, whole, verifying = self._cost(B)
         verify = often * verifying  # [B, arms]
-        cost = each[:, None] + (verify + reading)  # [M, B, arms]
+        cost = np.where(opened[:, None], each[:, None] + (verify + reading), np.inf)  # [M, B, arms]
         rows, drafts = np.arange(B), np.arange(self._drafts)
         ways = np.arange(len(caps))[:, None]
-        rate, best = B / plain, idle
-        for _ in range(8):  # Dinkelbach's iterations: at the best rate, no row gains by another arm
-            arm = np.where(opened[:, None], tokens - rate * cost, -np.inf).argmax(-1)  # [M, B]
+
+        def seconds(arm: np.ndarray) -> np.ndarray:
             count = (self._draft[arm][..., None] == drafts).sum(1)  # [M, drafts]
-            seconds = plain + (verify + reading)[rows, arm].sum(1)
-            seconds += whole[ways, drafts, count].sum(1)
-            rates = tokens[rows, arm].sum(1) / seconds
-            m = int(rates.argmax())
-            if rates[m] <= rate * (1 + 1e-9):
-                break
-            rate, best = float(rates[m]), arm[m]
+            drafting = whole[ways, drafts, count].sum(1)
+            return plain + (verify + reading)[rows, arm].sum(1) + drafting
+
+        least, best = together(1 / tokens, cost, seconds)
+        rate = B * B / least
         if rate <= B / plain * (1 + self.margin):
             return Plan(keys, idle, tokens, plain, B / plain, "slower", failing, of_kind)
         return Plan(keys, best, tokens, plain, rate, "faster", failing, of_kind)
