@@ -140,6 +140,8 @@ class Parts:
         sampling = self.sampling(batch)
         texts = half_way(self.plain(batch, "auto").build(), work.rows, s.tokens, s.seed)
         self.costs = charges(target, self.arms, texts, *few, seed=s.seed, sampling=sampling)
+        if batch == 1:  # no row shares a round with another
+            return
         times = measured(target, self.arms, texts, *few[:1], 1 if s.quick else 3, s.seed, sampling)
         self.opening = times.opening([arm.length or 0 for arm in self.arms.values()], batch)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any, cast
 
+from specdec.cache.contiguous import check_memory
 from specdec.composition import Composition
 from specdec.executors.round import DraftRunner, MicroBatch
 from specdec.executors.whole_rounds import Rounds, Rows, drafting_of, hold, most
@@ -19,7 +20,7 @@ class AheadScheduler:
     that is being read, and for one in flight.
 
     Args:
-        rows: of the micro-batch at most, if the draft's memory is to have room for all of them from the beginning.
+        rows: the draft's memory has room for so many when the first ones join; ``None``: for those that there are.
     Attributes:
         running: the number of the micro-batch while a round of it is wanted. clock: when the last round ended.
         only_fresh: launch rounds from the host's rows only, none ahead, so that rows can join.
@@ -96,6 +97,7 @@ class AheadScheduler:
         if self.rounds is None:
             memory, carry = self._memory(request, cache)
             if memory is not None and self.room is not None:
+                check_memory(memory.shapes, self.room, memory.slots)
                 memory = self.kind.programs(self.composition.draft).kept(memory.widened(self.room))
             self.rounds = Rounds(self.composition, limits, rows, cache, memory, carry)
             self.rounds.number = micro_batch.number
@@ -106,7 +108,9 @@ class AheadScheduler:
         self.rounds.start()
 
     def stop(self) -> None:
-        """There is nothing to stop."""
+        """Let go of the rows and their memory."""
+        self.running.clear()
+        self.rounds = None
 
     def _memory(self, request: DraftRequest, cache: Any) -> tuple[Any, Any]:
         """The draft's memory after a prefill, and what its rows carry; ``cache``: the target's, which they are in by now."""

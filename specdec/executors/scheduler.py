@@ -92,8 +92,9 @@ class Scheduler:
             self.waiting = []
 
     def stop(self) -> None:
-        """End the worker."""
+        """End the worker, and let go of the rows and their memory."""
         self.worker.stop()
+        self.running.clear()
 
     def _settle(self, number: int, micro_batch: MicroBatch, round: Round) -> DraftRequest:
         shares, half = self.worker.shares, None

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 
 def together(
-    slow: np.ndarray, cost: np.ndarray, seconds: Callable[[np.ndarray], np.ndarray]
+    slow: np.ndarray, own: np.ndarray, shared: np.ndarray, once: np.ndarray | float = 0.0
 ) -> tuple[float, np.ndarray]:
-    """The arms with the least product of a round's seconds and the rounds that a token takes, summed over rows.
+    """The arms with the least seconds for a token of every row, where the batch stays full.
 
-    That is what equally many tokens for every row take, divided by the batch, where each row that ends makes room for another one like it. (The most tokens a second
-    of the rows at hand is another thing: it favours the rows that are fast anyway. They end, and the slow ones stay.)
-
-    The product is the least where no row gains by another arm at the price of a second that the choice itself sets. That is sought from the two ends, the
-    fewest rounds and the shortest round, each way by itself. It finds the best in nearly all cases.
+    A row that takes ``slow`` rounds for a token pays its own seconds in them, and an equal share of what all rows share. So a row on a slow arm holds up no
+    other row, but it is there, and pays, for longer. (To choose the most tokens a second of the rows at hand is another thing: it favours rows that are
+    fast anyway. They end, and the slow ones stay.)
 
     Args:
-        slow: ``[B, arms]`` rounds of a token. cost: ``[ways, B, arms]`` what a row adds to the seconds of a round, infinite for arms that are closed; at
-            least one is open. seconds: of a round, by arms ``[ways, B]``: ``[ways]``, above 0.
+        slow: ``[B, arms]`` rounds of a token. own: ``[ways, B, arms]`` seconds that a row adds to a round, infinite for an arm that is closed; of each way, one
+            arm or more is open. shared: ``[ways]`` seconds of a round, whatever its rows do. once: ``[B, arms]`` seconds for a token, however many rounds it takes.
     Returns:
-        the product, and the arms ``[B]``.
+        the seconds, and the arms ``[B]``.
     """
-    rows, least, best = np.arange(len(slow)), np.inf, np.zeros(len(slow), dtype=np.int64)
-    for arm in (np.where(np.isfinite(cost), slow, np.inf).argmin(-1), cost.argmin(-1)):
-        for _ in range(8):
-            spent, needed = seconds(arm), slow[rows, arm].sum(-1)
-            product = spent * needed
-            way = int(product.argmin())
-            if product[way] < least:
-                least, best = float(product[way]), arm[way]
-            after = (slow + (needed / spent)[:, None, None] * cost).argmin(-1)
-            if np.array_equal(after, arm):
-                break
-            arm = after
-    return least, best
+    seconds = slow * (own + (shared / max(len(slow), 1))[:, None, None]) + once
+    way = int(seconds.min(-1).sum(-1).argmin())
+    arm = seconds[way].argmin(-1)
+    return float(seconds[way].min(-1).sum()), arm

@@ -37,10 +37,10 @@ class Opening:
             )
 
     def assign(self, sums: np.ndarray, capacities: np.ndarray) -> np.ndarray:
-        """The arms with the least seconds for equally many tokens of every row (``joint.together``).
+        """The arms with the least seconds for a token of every row (``joint.together``), over all sets of arms in use.
 
-        A row has its charge without its share of ``seconds``, which are paid once for each arm in use. Where capacities bind, rows are matched to arms
-        by their own seconds and rounds, as if each paid for an arm that the others do not use alone.
+        A row pays its charge without the share of its arm's ``seconds`` in it, and an equal share of the ``seconds`` of all arms in use. Where capacities
+        bind, rows are matched to arms by what they pay, with all of the ``seconds`` of an arm outside of the best set.
 
         Args:
             sums: ``[B, arms, 4]`` observations (``statistics.Table``). capacities: ``[arms]``, their sum at least B.
@@ -62,15 +62,8 @@ class Opening:
         own = np.maximum(sums[..., SECONDS] / pulls - fixed / self.batch, 1e-9 * sums[..., SECONDS].max())
         own = np.where(known, own, own.max())
         sets = np.array([one for one in product((False, True), repeat=arms) if any(one)])
-        rows = np.arange(B)
-
-        def seconds(arm: np.ndarray) -> np.ndarray:
-            used = (arm[..., None] == np.arange(arms)).any(1)
-            return own[rows, arm].sum(1) + used @ fixed
-
-        _, best = together(slow, np.where(sets[:, None], own, np.inf), seconds)
+        _, best = together(slow, np.where(sets[:, None], own, np.inf), sets @ fixed)
         if (np.bincount(best, minlength=arms) <= room).all():
             return best
-        price = slow[rows, best].sum() / seconds(best[None])[0]
         closed = ~np.isin(np.arange(arms), best)
-        return assign(-(slow + price * (own + closed * fixed)), room)
+        return assign(-slow * (own + fixed[~closed].sum() / B + closed * fixed), room)

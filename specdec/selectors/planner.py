@@ -38,7 +38,7 @@ class Plan(NamedTuple):
 
     Attributes:
         request: ``[B]``. arm: ``[B]``. tokens: ``[B, arms]`` expected tokens of a round. plain: seconds of a plain round.
-        rate: expected tokens a second, if rows that end make room for others like them. why: one word for the batch: ``"faster"``, ``"slower"`` or ``"unmeasured"``. failing: ``[kinds, drafts, K]`` the
+        rate: expected tokens a second, if this and later rows get equally many. why: one word for the batch: ``"faster"``, ``"slower"`` or ``"unmeasured"``. failing: ``[kinds, drafts, K]`` the
             chance that a token is rejected if those before it in its block were not, in all rows of a kind. rows: of each kind. stands: rounds for which the choice is held.
     """
 
@@ -307,24 +307,21 @@ class Planner:
         return {}
 
     def _cost(self, batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """``[M, arms]`` seconds of drafting that one more row adds, ``[M, drafts, batch + 1]`` seconds of drafting for so many rows, with what that costs later, and
-        ``[arms]`` seconds that a row with a proposal adds to verification."""
+        """``[M, arms]`` seconds of drafting that one more row adds, ``[M]`` those of all open drafts beside, with what their use costs later, and ``[arms]``
+        seconds that a row with a proposal adds to verification."""
         if batch not in self._costs:
-            caps, _ = self._caps
-            each = (self.table.drafting(caps, batch) - self.table.drafting(caps, 1)) / max(batch - 1, 1)
-            rows = np.arange(batch + 1)
-            whole = self.table.drafting(caps[..., None], rows) + np.where(
-                rows > 0, self.table.idling(batch)[caps][..., None], 0.0
-            )
+            caps, table = self._caps[0], self.table
+            each = (table.drafting(caps, batch) - table.drafting(caps, 1)) / max(batch - 1, 1)
+            fixed = np.maximum(table.drafting(caps, 1) - each, 0.0) + table.idling(batch)[caps]
             self._costs[batch] = (
                 np.where(self._draft >= 0, each[:, self._draft], 0.0),
-                np.where(caps[..., None] >= 0, whole, 0.0),
-                self.table.verifying(batch),
+                np.where(caps >= 0, fixed, 0.0).sum(-1),
+                table.verifying(batch),
             )
         return self._costs[batch]
 
     def _plan(self, state: State, requests: list[int], own: np.ndarray, length: np.ndarray) -> Plan:
-        B, table, (caps, opened) = len(requests), self.table, self._caps
+        B, table, (_, opened) = len(requests), self.table, self._caps
         counts = self._counts + state.shared
         asked, found = counts[..., 0], counts[..., 1]
         share = (found[..., 0] + 0.5) / (asked[..., 0] + 0.5)  # 1 for a draft that always proposes
@@ -347,21 +344,12 @@ class Planner:
         ends = np.array([state.ends.get(r, n + self.horizon) for r, n in zip(requests, length.tolist())])
         left = np.minimum(ends - length, self.horizon)
         unread = length[:, None] - own[..., READ]
-        reading = np.array(table.read) * unread[:, self._draft] * tokens / np.maximum(left, 1)[:, None]
+        reading = np.array(table.read) * unread[:, self._draft] / np.maximum(left, 1)[:, None]
         reading[:, none] = 0.0
-        each, whole, verifying = self._cost(B)
-        verify = often * verifying  # [B, arms]
-        cost = np.where(opened[:, None], each[:, None] + (verify + reading), np.inf)  # [M, B, arms]
-        rows, drafts = np.arange(B), np.arange(self._drafts)
-        ways = np.arange(len(caps))[:, None]
-
-        def seconds(arm: np.ndarray) -> np.ndarray:
-            count = (self._draft[arm][..., None] == drafts).sum(1)  # [M, drafts]
-            drafting = whole[ways, drafts, count].sum(1)
-            return plain + (verify + reading)[rows, arm].sum(1) + drafting
-
-        least, best = together(1 / tokens, cost, seconds)
-        rate = B * B / least
+        each, fixed, verifying = self._cost(B)
+        drafting = np.where(opened, each, np.inf)[:, None]
+        seconds, best = together(1 / tokens, drafting + often * verifying, plain + fixed, reading)
+        rate = B / seconds
         if rate <= B / plain * (1 + self.margin):
             return Plan(keys, idle, tokens, plain, B / plain, "slower", failing, of_kind)
         return Plan(keys, best, tokens, plain, rate, "faster", failing, of_kind)

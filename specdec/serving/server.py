@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from fractions import Fraction
 from time import perf_counter, sleep
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -180,11 +181,13 @@ class Server:
         except MemoryError as error:
             if self.settings.errors == "raise":
                 raise
+            clear_frames(error.__traceback__)  # they hold memory, and the error is kept
             large = max(arrived, key=lambda ready: ready.context.tokens.shape[1])
             for ready in arrived:
                 if ready is not large:
                     self.open.pop(ready.due.number)
             self._close(large.due.number)
+            self.limits.reasons.pop(large.due.number, None)
             yield self._unserved(large.due, "error", error)
             place.waiting = [ready for ready in arrived if ready is not large]
             return (yield from self._admit(place)) if place.waiting else None
