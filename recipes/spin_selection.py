@@ -17,7 +17,8 @@ Rows, by `part`:
 - `ratio`: how many times faster SPIN's own selector is than UCB1 and epsilon-greedy (the paper: 1.49);
 - `cost`: what is left of the head-room, step by step (`times_faster` than the best fixed draft, `over_plain`): the best arm of each request
   in hindsight; of each kind of request in hindsight; of each kind, learned from the other half; `Spin, by kind, learned`, charged without the
-  reading of what a draft has not read; with it; and in the batch's own rounds, in which every draft in use has its fixed costs.
+  reading of what a draft has not read; with it; in the batch's own rounds, in which every draft in use has its fixed costs; the same for a selector that
+  counts these (`selectors.opening`); and the same in batches that are not refilled.
 - `times`: the seconds that rounds are charged; `call`: milliseconds of a selector's own calls at batch 16, with room for all rows in every
   arm, and with room for 20 in all (`tight`).
 Intervals are 95 % bootstraps over source files and repeats; with fewer than 5 files there are none.

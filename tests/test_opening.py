@@ -93,7 +93,7 @@ def test_an_arm_never_tried_is_not_opened_and_capacities_hold():
             replace(opening, **wrong)
 
 
-def test_spin_moves_rows_together():
+def test_spin_keeps_a_small_lead_from_opening_an_arm():
     """Two kinds of requests, of which each is a little faster on an arm of its own: with an opening, one arm serves all."""
     context = Context(torch.zeros(8, 1, dtype=torch.long), torch.ones(8), torch.ones(8), torch.arange(8))
     tokens = torch.tensor([[2.0, 1.9], [1.9, 2.0]])[torch.arange(8) % 2]

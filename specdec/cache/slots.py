@@ -175,7 +175,8 @@ class Slots(KVStore):
             return self._whole
 
     def widened(self, batch: int) -> Any:
-        """The same entries in memory with room for ``batch`` rows, which can join later without a copy; the old object must not be used again."""
+        """The same entries in memory with room for ``batch`` rows, so that others can join without a copy; this object, if there is room, or a new one, after
+        which this one must not be used."""
         if self._whole[0].shape[1] >= batch:
             return self
         new, rows = copy.copy(self), self._blocks[0].shape[1]

@@ -50,7 +50,7 @@ class RoundTimes:
         return ArmCosts(tuple(f / batch + r + token for f, r in self.draft), fixed / batch + row)
 
     def opening(self, lengths: Sequence[int], batch: int) -> Opening:
-        """What arms that draft ``lengths`` tokens add to a round by being in use, beside the charges of ``alone(batch)``."""
+        """What arms that draft ``lengths`` tokens add to a round by being in use; ``alone(batch)`` charges each row a share of it."""
         return Opening(tuple(k * fixed for k, (fixed, _) in zip(lengths, self.draft)), batch)
 
     def round(self, arm: np.ndarray, drafted: np.ndarray, unread: np.ndarray) -> tuple[np.ndarray, float]:
