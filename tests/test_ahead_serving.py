@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -207,3 +208,21 @@ def test_a_request_whose_text_has_no_pages_is_refused_alone(monkeypatch):
     assert isinstance(found[1].error, MemoryError)
     alone = decoder.generate(PROMPTS[:3], [30, 80, 20], seed=3, eos_token_id=(), batch_size=1).ids
     assert [found[0].ids, found[2].ids] == [alone[0], alone[2]]
+
+
+@pytest.mark.parametrize("executor", [Ahead(), Serial()], ids=["ahead", "serial"])
+def test_a_stream_lets_go_of_its_memory_at_once(executor):
+    """Whether it ends or is left, and before the garbage collector runs."""
+    decoder = builder_of("model", "recorded").executor(executor).build()
+    steps = decoder.target.steps
+    gc.disable()
+    try:
+        for left in (True, False, True):
+            stream = decoder.serve(requests(), limit=3, capacity=96, seed=3, eos_token_id=())
+            next(stream)
+            assert not all(storage.free for storage in steps._storages)
+            stream.close() if left else list(stream)
+            del stream
+            assert all(storage.free for storage in steps._storages)
+    finally:
+        gc.enable()

@@ -93,7 +93,7 @@ class Server:
                 yield one
         finally:
             steps.close()
-            self.places.clear()  # the next stream can have their memory
+            del self.arrivals  # which refer to this server, whose memory the next stream could not have
 
     def _steps(self) -> Generator[Finished, None, None]:
         if isinstance(self.executor, Pipelined):
