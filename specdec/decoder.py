@@ -204,8 +204,8 @@ class Decoder(Composition):
             eos_token_id, stop_strings: as for ``generate``.
             clock: the unit of arrivals and times: ``"wall"`` (seconds) or ``"rounds"`` (prefills take none; with k
                 micro-batches of a pipeline in flight, the round of one is 1/k), which does not depend on the machine.
-            capacity: make the target's cache at the start (under ``Ahead`` the draft's, too, after the first prefill) for ``limit`` rows of this many tokens (prompt, budget and a draft's block), and
-                refuse longer requests; ``None``: caches grow as needed.
+            capacity: make the target's cache at the start for ``limit`` rows of this many tokens (prompt, budget and a draft's block), and
+                refuse longer requests; ``Ahead`` makes the draft's memory for as many rows after the first prefill. ``None``: caches grow as needed.
             on_round: called after every round; a request's prefill is round 0 of a batch of its own. ``round.context.request[b]`` is
                 the request's number and ``round.verdict.tokens[b, :round.committed[b]]`` its new tokens, with which partial results can be shown.
             selection: as for ``generate``. errors: ``"raise"``, or ``"yield"``: a request that ``generate`` would refuse, or whose ``on_chunk`` or

@@ -31,9 +31,9 @@ def costs(
 ) -> list[dict[str, Any]]:
     """How many times faster than the best fixed draft each step towards a selector in a batch is, with intervals over sources and repeats.
 
-    Each step has one cost more, and the last but one a remedy: the best arm of each request in hindsight; the best arm of each kind of request in hindsight; the best arm
-    that each kind has among other requests; a selector that learned from those, whose rounds are charged as in a batch of their own arm
-    and without reading; the same with reading; the seconds of the batch's own rounds, which are compared with those of the best fixed
+    Each step has one cost more, but the last but one, which is a remedy: the best arm of each request in hindsight; the best arm of each kind of
+    request in hindsight; the best arm that each kind has among other requests; a selector that learned from those, whose rounds are charged as
+    in a batch of their own arm and without reading; the same with reading; the seconds of the batch's own rounds, which are compared with those of the best fixed
     draft in such a batch; the same for a selector that counts what an arm in use costs (``selectors.opening``); and the same in batches that are not
     refilled.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -36,6 +37,11 @@ class Opening:
                 f"seconds is {self.seconds}: give 1 to {MOST} arms (all sets of them are compared), none with negative seconds"
             )
 
+    @cached_property
+    def _sets(self) -> np.ndarray:
+        """``[sets, arms]``: all that may be in use."""
+        return np.array([one for one in product((False, True), repeat=len(self.seconds)) if any(one)])
+
     def assign(self, sums: np.ndarray, capacities: np.ndarray) -> np.ndarray:
         """The arms with the least seconds for a token of every row (``joint.together``), over all sets of arms in use.
 
@@ -61,7 +67,7 @@ class Opening:
         )  # an arm never tried is the worst
         own = np.maximum(sums[..., SECONDS] / pulls - fixed / self.batch, 1e-9 * sums[..., SECONDS].max())
         own = np.where(known, own, own.max())
-        sets = np.array([one for one in product((False, True), repeat=arms) if any(one)])
+        sets = self._sets
         _, best = together(slow, np.where(sets[:, None], own, np.inf), sets @ fixed)
         if (np.bincount(best, minlength=arms) <= room).all():
             return best
