@@ -208,6 +208,12 @@ class Proposal(_Shown):
             None if self.source is None else self.source[rows],
         )
 
+    def spread(self, rows: Tensor, batch: int) -> Proposal:
+        """The proposal of ``batch`` rows of which ``rows`` are these, in order; the others have no nodes."""
+        at, size = torch.zeros(batch, dtype=torch.long), torch.zeros(batch, dtype=torch.long)
+        at[rows], size[rows] = torch.arange(len(rows)), self.size
+        return replace(self.select(at), size=size)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Fed(_Shown):

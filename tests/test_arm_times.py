@@ -10,7 +10,7 @@ import specdec as sd
 from specdec import drafts, zoo
 from specdec.arm_policy import Arm
 from specdec.lab import arm_times
-from specdec.lab.arm_times import ARMS, POOL, charges, load_pool, measured
+from specdec.lab.arm_times import ARMS, POOL, charges, in_turn, load_pool, measured
 from specdec.lab.pipeline import Part
 
 
@@ -33,6 +33,7 @@ def test_planted_seconds_are_recovered(monkeypatch):
     target, arms, prompts = models()
     model = arms["model"].draft
     arms["long"] = Arm(model, 7)  # as long as its cost says
+    arms["recycling"] = Arm(drafts.Recycling(), 3)
     seen, warm = set(), sd.Sampling([1.0, 0.5] * 3 + [0.7, 0.0])
 
     def planted(decoder, prompts, rounds, micro, seed):
@@ -41,16 +42,16 @@ def test_planted_seconds_are_recovered(monkeypatch):
         seen.add((b, len(set(decoder.sampling.temperature))))
         kind = type(decoder.draft).__name__
         k = decoder.length
-        draft = {"Model": k * (2e-3 + 1e-3 * b), "NGram": 3e-4 * b}.get(kind, 0.0)
-        d = {"Model": k * b, "NGram": 2 * b}.get(kind, 0)  # the n-gram finds two of three
-        around = 6e-4 * b if kind == "NGram" else 0.0  # outside of its drafting, and its own all the same
+        draft = {"Model": k * (2e-3 + 1e-3 * b), "NGram": 3e-4 * b, "Recycling": 3e-4 * b}.get(kind, 0.0)
+        d = {"Model": k * b, "NGram": 2 * b, "Recycling": 2 * b}.get(kind, 0)  # two of three are found
+        around = 6e-4 * b if kind == "Recycling" else 0.0  # outside of its drafting, and its own all the same
         return rounds_of(rounds, b, draft + around + 5e-3 + 1e-3 * b + 1e-4 * d, draft, d)
 
     monkeypatch.setattr(arm_times, "timed", planted)
     times = measured(target, arms, prompts, rounds=2, repeats=1, sampling=warm)
     assert seen == {(1, 1), (2, 2), (4, 3), (8, 4)}
     flat = [x for pair in times.draft for x in pair]
-    assert flat == pytest.approx([2e-3, 1e-3, 0, 4.5e-4, 0, 0, 2e-3, 1e-3], abs=1e-9)
+    assert flat == pytest.approx([2e-3, 1e-3, 0, 1.5e-4, 0, 0, 2e-3, 1e-3, 0, 4.5e-4], abs=1e-9)
     assert times.verify == pytest.approx((5e-3, 1e-3, 1e-4))
     assert times.read[0] > 0 == times.read[1] == times.read[2]  # an n-gram has nothing to read
 
@@ -65,9 +66,7 @@ def test_models_of_one_size_share_their_measurements(monkeypatch):
         draft = decoder.draft
         b = len(prompts)
         if isinstance(draft, drafts.NGram):
-            return rounds_of(
-                rounds, b, 1.0, 0.0, 0
-            )  # its verification is not fitted: it proposes what it finds
+            return rounds_of(rounds, b, 2e-3 * b, 0.0, 0)  # it finds nothing
         slow = {id(arms["model"].draft.model): 1e-3, id(twin.model): 3e-3, id(large.model): 8e-3}
         d = slow.get(id(getattr(draft, "model", None)), 0.0)
         return rounds_of(rounds, b, (d + 2e-3) * b, d * b, b * (d > 0))
@@ -79,6 +78,36 @@ def test_models_of_one_size_share_their_measurements(monkeypatch):
     assert times.draft[4] == pytest.approx((0, 8e-3), abs=1e-9)
     assert times.read[0] == times.read[3] != times.read[4]
     assert times.verify == pytest.approx((0, 2e-3, 0), abs=1e-9)
+
+
+def test_in_a_pool_a_round_has_the_costs_of_all_drafts(monkeypatch):
+    """Every arm's rounds are longer by what a draft reads for rows of others; rounds of several arms are charged the sum of their drafting."""
+    target, arms, prompts = models()
+    used = []
+
+    def planted(decoder, prompts, rounds, micro, seed):
+        b = len(prompts)
+        assert isinstance(decoder.draft, drafts.Pool)
+        with torch.inference_mode():
+            assignment = decoder.begin(b)
+            context = sd.Context.of(prompts)
+            arm = assignment.choose(context, sd.rng.Philox(torch.arange(b))).arm.tolist()
+        used.append(tuple(arm))
+        each = tuple((3, 2, 0)[a] for a in arm)
+        draft = sum({0: 3 * 2e-3, 1: 0.0, 2: 0.0}[a] for a in set(arm)) + 1e-4 * sum(each)
+        whole = draft + 5e-3 + 2e-3 * b + 3e-4 * sum(each)
+        parts = [Part(b, draft, 0.0, sum(each), 1.0 + n * whole, each) for n in range(rounds)]
+        return whole, parts
+
+    monkeypatch.setattr(arm_times, "timed", planted)
+    times = measured(target, arms, prompts, rounds=2, repeats=1, pooled=True)
+    assert set(used) == {(a,) * b for a in range(3) for b in (1, 2, 4, 8)}
+    assert times.verify == pytest.approx((5e-3, 2e-3, 3e-4))
+    flat = [x for pair in times.draft for x in pair]
+    assert flat == pytest.approx([2e-3, 1e-4, 0, 1e-4, 0, 0], abs=1e-9)
+    whole, charged = in_turn(target, arms, prompts, ("none", "model"), times, 2, 1)
+    assert used[-1] == (2, 0) * 4
+    assert (whole, charged) == pytest.approx((6e-3 + 12e-4 + 21e-3 + 36e-4,) * 2)
 
 
 def test_rows_are_charged_what_a_batch_of_their_arm_takes(monkeypatch):

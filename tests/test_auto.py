@@ -12,7 +12,7 @@ import torch
 import specdec as sd
 from specdec.arm_policy import Arm
 from specdec.lab.auto import _rows
-from specdec.lab.auto_runs import FEW, Measured, drained, each, estimates, spread_of
+from specdec.lab.auto_runs import FEW, Measured, drained, each, estimates, of_kind, spread_of
 from specdec.selectors.kinds import ByTemperature
 
 BAD, GOOD = (sd.TableModel.random(vocab_size=6, order=1, seed=seed) for seed in (1, 0))
@@ -188,18 +188,14 @@ def test_rounds_with_a_proposal_and_without_one_are_trimmed_apart():
 
 def test_what_a_draft_reads_counts():
     """The seconds of a round, and for each new token a share of those in which the prompt was read."""
-    runs = {
-        name: Measured(None, None, tokens=tokens, rounds=10) for name, tokens in (("plain", 10), ("a/2", 20))
-    }
-    for run in runs.values():
-        run.decoder = sd.decoder(GOOD).build()
+    runs = {"a/2": Measured(sd.decoder(GOOD).build(), None, tokens=20, rounds=10)}
     arms = {"a/2": Arm(sd.drafts.Model(BAD), 2)}
-    rest = {"plain": (1.0,), "a/2": (1.2,)}
+    rest = {"a/2": (1.2,)}
     for told, ratio in ((0.0, 2 / 1.5), (0.25, 2 / (1.5 + 2 * 0.25))):
-        plain, small = _rows(arms, runs, (1,), {"a/2": (0.3,)}, rest, {"a/2": told}, {})
+        plain, small = _rows(arms, runs, (1,), (1.0,), {"a/2": (0.3,)}, rest, {"a/2": told}, {})
         assert (plain["ratio"], small["milliseconds"]) == (1, pytest.approx(1500))
         assert small["ratio"] == pytest.approx(ratio)
-    small = _rows(arms, runs, (1,), {"a/2": (0.3,)}, rest, {"a/2": 0.25}, {"a/2": (0.5,)})[1]
+    small = _rows(arms, runs, (1,), (1.0,), {"a/2": (0.3,)}, rest, {"a/2": 0.25}, {"a/2": [(0.5,)]})[1]
     assert (small["ratio"], small["milliseconds"]) == (pytest.approx(2 / 2.5), pytest.approx(1500))
 
 
@@ -215,6 +211,12 @@ def test_what_a_batch_loses_as_its_rows_end():
     same = [rows[0]] * 3
     assert drained(same, 4, constant) == pytest.approx(4)
     assert drained([("all", np.zeros((2, 2)))], 2, constant) == 4  # no whole round was seen
+
+
+def test_rows_of_a_kind_are_those_or_where_they_are_few_all():
+    rows = [(kind, np.zeros((2, 2))) for kind in ["a"] * FEW + ["b"] * (FEW - 1)]
+    assert of_kind(rows, "a") == rows[:FEW]
+    assert of_kind(rows, "b") == of_kind(rows, "all") == rows
 
 
 @pytest.mark.parametrize(("refilled", "best"), [(True, "half/7"), (False, "plain")])

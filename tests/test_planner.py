@@ -278,7 +278,7 @@ def test_what_does_not_fit_is_refused():
     for changes, match in (
         ({"sizes": (8, 1)}, "ascending"),
         ({"plain": (1.0,)}, "plain has 1 entries"),
-        ({"read": (0.0,)}, "read 1 and idle 0: give all for every arm"),
+        ({"read": (0.0,)}, "read has 1 arms and draft has 5: give seconds for every arm"),
         ({"plain": (0.0, 1.0)}, "not finite|takes none"),
     ):
         with pytest.raises(ValueError, match=match):
@@ -422,19 +422,25 @@ def test_a_choice_is_held_while_the_rows_stay_and_longer_if_it_is_made_again(hol
     assert len(told) == 2  # of the rounds in which a row left: no row drafted
 
 
-def test_what_a_batch_loses_later_is_charged_whoever_uses_an_arm():
-    """Also where one row of three uses it, and nothing where none does."""
-    part = selector(margin=0.0)
-    idle = tuple((0.0, 0.7 * a) for a in range(5))
-    charged = dataclasses.replace(part, table=dataclasses.replace(part.table, idle=idle))
-    for batch, share in ((1, 0.0), (3, 2 / 7), (8, 1.0)):
-        _, ours, _ = charged._cost(batch)
-        _, theirs, _ = part._cost(batch)
-        caps = part._caps[0]
-        more = np.where(caps >= 0, 0.7 * caps * share, 0.0)
-        assert np.allclose(ours - theirs, more.sum(-1))
-    with pytest.raises(ValueError, match="idle 2"):
-        dataclasses.replace(part.table, idle=idle[:2])
+def test_what_a_batch_loses_later_is_charged_by_kind_to_the_rows_that_use_an_arm():
+    """Where rows of the first kind lose much with drafts and those of the second nothing, the first are decoded plainly."""
+    costs = RoundTable((1, 8), (1.0, 4.5), ((0.0, 0.0), (0.1, 0.1)), ((0.0, 0.0), (0.1, 0.1)), (0.0, 0.0))
+    chances = (((64.0, 64.0), (64.0, 48.0), (64.0, 48.0)),)
+    part = Planner(
+        *(((-1, 0), (0, 2)), costs, (chances, chances), ((4.0,), (4.0,))),
+        kinds=("all", "other"),
+        kind=lambda context: ["other" if r % 2 else "all" for r in context.request.tolist()],
+    )
+    state, here = part.init(2), context([9] * 8)
+    assert part.select(state, here, torch.full((2,), 8), None)[0].tolist() == [1] * 8
+    for much, arms in ((0.0, [1] * 8), (40.0, [0, 1] * 4)):
+        idle = (((0.0, 0.0), (0.0, much)), ((0.0, 0.0), (0.0, 0.0)))
+        charged = dataclasses.replace(part, table=dataclasses.replace(costs, idle=idle))
+        assert charged.select(state, here, torch.full((2,), 8), None)[0].tolist() == arms
+        assert charged.select(state, context([9]), torch.full((2,), 1), None)[0].tolist() == [1]
+    for wrong, match in ((idle[:1], "idle has 1 kinds"), ((idle[0], idle[0][:1]), r"idle\[1\] has 1 arms")):
+        with pytest.raises(ValueError, match=match):
+            dataclasses.replace(part, table=dataclasses.replace(costs, idle=wrong))
 
 
 def test_counts_fade_for_the_plain_rounds_that_there_were():

@@ -19,8 +19,8 @@ class RoundTable:
     Attributes:
         sizes: measured batches, ascending. plain: of a plain round, by size. draft: by arm, of drafting for all rows, by size. verify: by arm, what
             a row that has a proposal adds to a round beside drafting, by size. read: by arm, for each token of a row's text that its draft has not read.
-            All zeros for an arm that does not speculate. idle: by arm, what a round of the batch, whoever uses the arm, costs later, when rows that it has
-            finished early are missing, by size; empty: nothing.
+            All zeros for an arm that does not speculate. idle: by kind of request and arm, what a round of a batch that is not refilled costs later, when rows that have
+            ended are missing, if all rows are of the kind and use the arm, by size; empty: nothing.
     Raises:
         ValueError: sizes that do not ascend, a table of another length, or seconds that are negative or not finite.
     """
@@ -30,26 +30,28 @@ class RoundTable:
     draft: tuple[tuple[float, ...], ...]
     verify: tuple[tuple[float, ...], ...]
     read: tuple[float, ...]
-    idle: tuple[tuple[float, ...], ...] = ()
+    idle: tuple[tuple[tuple[float, ...], ...], ...] = ()
 
     def __post_init__(self) -> None:
         sizes = self.sizes
         if not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes)):
             raise ValueError(f"sizes is {sizes}: give batch sizes from 1 on, ascending")
-        tables = {"plain": self.plain} | {
-            f"{name}[{a}]": t for name in ("draft", "verify", "idle") for a, t in enumerate(vars(self)[name])
+        parts = {"draft": self.draft, "verify": self.verify} | {
+            f"idle[{kind}]": tables for kind, tables in enumerate(self.idle)
         }
+        tables = {f"{name}[{a}]": t for name, part in parts.items() for a, t in enumerate(part)}
+        tables["plain"] = self.plain
         for name, table in tables.items():
             if len(table) != len(sizes):
                 raise ValueError(
                     f"{name} has {len(table)} entries and there are {len(sizes)} sizes: give one for each size"
                 )
-        if not len(self.draft) == len(self.verify) == len(self.read) == len(self.idle or self.read):
-            raise ValueError(
-                f"draft has {len(self.draft)} arms, verify {len(self.verify)}, read {len(self.read)} and idle {len(self.idle)}: give all for "
-                "every arm, or no idle"
-            )
-        flat = [*self.plain, *self.read, *np.ravel(self.verify), *np.ravel(self.draft), *np.ravel(self.idle)]
+        for name, part in {**parts, "read": self.read}.items():
+            if len(part) != len(self.draft):
+                raise ValueError(
+                    f"{name} has {len(part)} arms and draft has {len(self.draft)}: give seconds for every arm, or no idle"
+                )
+        flat = [*self.read, *(x for table in tables.values() for x in table)]
         if not (np.isfinite(flat).all() and min(flat) >= 0 and min(self.plain) > 0):
             raise ValueError(
                 "seconds are negative or not finite, or a plain round takes none: give measured seconds"
@@ -72,10 +74,8 @@ class RoundTable:
         return np.array([np.interp(batch, self.sizes, seconds) for seconds in self.verify])
 
     def idling(self, batch: int) -> np.ndarray:
-        """``[arms]``: seconds that the use of an arm in a round of ``batch`` rows costs later."""
-        if not self.idle:
-            return np.zeros(len(self.read))
-        return np.array([np.interp(batch, self.sizes, seconds) for seconds in self.idle])
+        """``[kinds, arms]``: seconds that a round of ``batch`` rows, all of the kind and on the arm, costs later."""
+        return np.array([[np.interp(batch, self.sizes, arm) for arm in kind] for kind in self.idle])
 
     def plainly(self, batch: int) -> float:
         """Seconds of a plain round."""

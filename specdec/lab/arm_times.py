@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.optimize import nnls
+from torch import Tensor
 
 from specdec import zoo
 from specdec.arm_policy import Arm
@@ -19,11 +21,14 @@ from specdec.capabilities import DraftPart
 from specdec.cost.arms import ArmCosts, weights
 from specdec.drafts import Model, NGram
 from specdec.drafts.spire.load import is_spire
+from specdec.drafts.stateless import Stateless
 from specdec.lab.pipeline import for_some, spread, timed
 from specdec.lab.selection import RoundTimes
 from specdec.models.hf import HFModel
 from specdec.parts import as_draft
+from specdec.rng import Rng
 from specdec.sampling import Sampling
+from specdec.selectors.fixed import Arms, Fixed, Unlearning
 from specdec.types import Context
 
 POOL = ("pocket-140k", "pocket-360k", "pocket-700k", "pocket-900k")
@@ -81,18 +86,19 @@ def measured(
     repeats: int = 3,
     seed: int = 0,
     sampling: Sampling | None = None,
+    pooled: bool = False,
 ) -> RoundTimes:
-    """Fit the seconds of rounds to serial rounds of all prompts, of half and of a quarter of them, and of one, each arm alone.
+    """Fit the seconds of rounds to serial rounds of all prompts, of half and of a quarter of them, and of one, all rows on one arm.
 
     Models of one size and length share their measurements: a difference between them is noise, which a selector would take for an advantage.
-    Verification, with what Python does around it, is fitted to plain rounds and to rounds of drafts that always propose as many tokens, less their
-    drafting. An arm's drafting is what its whole rounds take beyond that. Reading is timed for drafts with a
+    Verification, with what Python does around it, is fitted to rounds less their drafting: of plain decoding, of models, and of drafts that keep nothing, such as an n-gram. Other drafts
+    do more in a round than to draft, such as to read. An arm's drafting is what its whole rounds take beyond verification. Reading is timed for drafts with a
     model of their own, on the first prompt. Drafts that read with the target's pass have no such cost.
 
     Args:
         arms: by name, with lengths (``load_pool``); those without a draft do not speculate. prompts: ids; at least 2. rounds: timed rounds of
             a run. repeats: runs of each arm and size, alternating, after one that is not counted. sampling: may have a temperature
-            for each prompt.
+            for each prompt. pooled: a pool of all arms, in which a draft also reads for rows that others draft; by default each draft is used alone.
     Raises:
         ValueError: fewer than 2 prompts, fewer temperatures than prompts, or an arm without a length.
     """
@@ -101,9 +107,10 @@ def measured(
     lengths = {name: _length(name, arm) for name, arm in arms.items()}
     base = builder(target).sampling(sampling or Sampling())
     sizes = sorted({1, *(max(1, len(prompts) // part) for part in (1, 2, 4))})
+    alone = {name: (base.draft(a.draft, lengths[name]) if lengths[name] else base).build() for name, a in arms.items()}
     decoders = {}
-    for name, arm in arms.items():
-        whole = (base if not lengths[name] else base.draft(arm.draft, lengths[name])).build()
+    for i, name in enumerate(arms):
+        whole = base.pool(arms, Fixed(i), stacked=True).build() if pooled else alone[name]
         decoders[name] = {size: for_some(whole, len(prompts), size) for size in sizes}
     kind = {
         name: (weights(arm.draft.model) if isinstance(arm.draft, Model) else name, lengths[name])
@@ -121,22 +128,68 @@ def measured(
                         for before, here in pairwise(parts)
                     )
             if turn:
-                reads.setdefault(kind[name], []).append(_reading(by_size[1].draft, list(prompts[0])))
-    models = any(isinstance(arm.draft, Model) for arm in arms.values())
+                reads.setdefault(kind[name], []).append(_reading(alone[name].draft, list(prompts[0])))
+    medians = {at: tuple(map(median, zip(*found))) for at, found in runs.items()}
+    only = [n for n, a in arms.items() if pooled or a.draft is None or isinstance(a.draft, Model | Stateless)]
     points = [
-        (size, lengths[name], median(whole - draft for whole, draft, _ in runs[kind[name], size]))
-        for name, arm in arms.items()
-        if arm.draft is None or isinstance(arm.draft, Model) or not models
+        (size, drafted, whole - drawn)
+        for name in only or arms
         for size in sizes
+        for whole, drawn, drafted in [medians[kind[name], size]]
     ]
-    fixed, row, token = _fitted([[1, size, size * d] for size, d, _ in points], [rest for *_, rest in points])
+    fixed, row, token = _fitted([[1, size, drafted] for size, drafted, _ in points], [rest for *_, rest in points])
     draft = []
     for name, k in lengths.items():
-        found = [(size, *map(median, zip(*runs[kind[name], size]))) for size in sizes]
+        found = [(size, *medians[kind[name], size]) for size in sizes]
         beyond = [whole - (fixed + row * size + token * drafted) for size, whole, _, drafted in found]
         per_step, per_row = _fitted([[k, drafted] for *_, drafted in found], beyond, [x[1] for x in found])
         draft.append((per_step, per_row) if k else (0.0, 0.0))
     return RoundTimes(tuple(draft), (fixed, row, token), tuple(median(reads[kind[name]]) for name in arms))
+
+
+def in_turn(
+    target: Any,
+    arms: Mapping[str, Arm],
+    prompts: Sequence[Sequence[int]],
+    used: Sequence[str],
+    times: RoundTimes,
+    rounds: int = 8,
+    repeats: int = 3,
+    seed: int = 0,
+    sampling: Sampling | None = None,
+) -> tuple[float, float]:
+    """Seconds of a pool's rounds whose rows use several arms, and what ``times`` charge for them: medians.
+
+    Args:
+        used: names of arms, which the rows have in turn. others: as for ``measured``.
+    """
+    names = list(arms)
+    numbers = np.array([names.index(used[b % len(used)]) for b in range(len(prompts))])
+    base = builder(target).sampling(sampling or Sampling())
+    decoder = base.pool(arms, _InTurn(tuple(numbers.tolist())), stacked=True).build()
+    found = []
+    for turn in range(repeats + 1):
+        parts = timed(decoder, prompts, rounds, 1, seed + turn)[1]
+        for before, here in pairwise(parts) if turn else ():
+            spent, verify = times.round(numbers, np.array(here.each), np.zeros_like(numbers))
+            found.append((here.ended - before.ended, spent.sum() + verify))
+    whole, charged = (median(column) for column in zip(*found))
+    return whole, charged
+
+
+@dataclass(frozen=True)
+class _InTurn(Unlearning):
+    """Request number b has arm ``by_request[b]``."""
+
+    by_request: tuple[int, ...]
+
+    def init(self, arms: int) -> Arms:
+        return Arms(arms)
+
+    def select(
+        self, state: Arms, context: Context, capacities: Tensor, rng: Rng
+    ) -> tuple[Tensor, Tensor, Arms]:
+        return torch.tensor(self.by_request)[context.request], torch.ones(context.batch), state
 
 
 def charges(

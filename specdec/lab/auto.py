@@ -17,10 +17,11 @@ from specdec.capabilities import DraftInfo, DraftPart
 from specdec.cost.rounds import RoundTable
 from specdec.decoder import Decoder
 from specdec.executors.serial import Serial
-from specdec.lab.auto_runs import Measured, drained, each, estimates, reading
+from specdec.lab.auto_runs import Measured, drained, each, estimates, of_kind, reading
 from specdec.lab.console import progress, table
 from specdec.parts import as_draft
 from specdec.prompts import Prompts, rows_of
+from specdec.selectors.fixed import Fixed
 from specdec.selectors.kinds import ByTemperature, Kind
 from specdec.selectors.planner import WAYS, Planner
 
@@ -95,8 +96,8 @@ def auto(
 ) -> Auto:
     """Measure drafts on prompts, and return a decoder that chooses a draft and a length, or none, for every row in every round.
 
-    Each draft decodes the prompts with each length, at each batch, in turn with plain decoding. That gives the seconds of rounds and the chance that a
-    draft's tokens are accepted. ``selectors.Planner`` decides by them, and by what the rows accept as they go on. The output has the target's
+    Each draft decodes the prompts with each length, at each batch, in turn with plain decoding, and as a part of the pool that the decoder is. That gives the seconds of its rounds and
+    the chance that a draft's tokens are accepted. ``selectors.Planner`` decides by them, and by what the rows accept as they go on. The output has the target's
     distribution whatever is decided. Decisions follow from the measured table and the tokens, and from no clock, so a seed gives the same output again.
 
     Args:
@@ -143,8 +144,9 @@ def auto(
             raise ValueError(
                 f"there are {len(one_of_each)} temperatures and {repeats * sum(sizes)} rows are measured of each draft: raise repeats"
             )
+    pool = {"none": None, **arms}
     runs = {"plain": Measured(plain, kind)} | {
-        name: Measured(base.draft(a.draft, a.length).build(), kind) for name, a in arms.items()
+        name: Measured(base.pool(pool, Fixed(i)).build(), kind) for i, name in enumerate(pool)
     }
     done = 0
     for batch in sizes:
@@ -211,25 +213,29 @@ def _decided(
             unique.append(arm.draft)
     number = {name: next(i for i, u in enumerate(unique) if u is arm.draft) for name, arm in arms.items()}
     spent = {name: [run.mean(B) for B in sizes] for name, run in runs.items()}
-    own = [drawn for drawn, _ in spent["plain"]]  # of asking for no draft: a part of every round
+    plain = tuple(map(sum, spent.pop("plain")))
+    own = [drawn for drawn, _ in spent["none"]]  # of asking for no draft: a part of every round
     draft = {name: tuple(max(0.0, d - o) for (d, _), o in zip(spent[name], own)) for name in arms}
-    rest = {name: tuple(r + o for (_, r), o in zip(spent[name], own)) for name in runs}
+    rest = {name: tuple(r + o for (_, r), o in zip(found, own)) for name, found in spent.items()}
     verify = {
-        name: tuple(each(runs[name], B, rest[name][i], rest["plain"][i]) for i, B in enumerate(sizes))
+        name: tuple(each(runs[name], B, rest[name][i], rest["none"][i]) for i, B in enumerate(sizes))
         for name in arms
     }
     read = {d: reading(u, max(ids, key=len)) for d, u in enumerate(unique)}
     most = max(arm.length or 0 for arm in arms.values())
     kinds, prior, spread = estimates([(number[name], runs[name].rows) for name in arms], len(unique), most)
     nothing = (0.0,) * len(sizes)
-    idle = {} if refilled else {name: _idle(runs[name], sizes, rest[name], draft[name]) for name in arms}
+    idle = {
+        name: [_idle(runs[name], one, sizes, rest[name], draft[name]) for one in (() if refilled else kinds)]
+        for name in arms
+    }
     times = RoundTable(
         sizes,
-        rest["plain"],
+        rest["none"],
         (nothing, *draft.values()),
         (nothing, *verify.values()),
         (0.0, *(read[number[name]] for name in arms)),
-        (nothing, *idle.values()) if idle else (),
+        tuple((nothing, *each) for each in zip(*idle.values())),
     )
     selector = Planner(
         ((-1, 0), *((number[name], arm.length or 0) for name, arm in arms.items())),
@@ -244,16 +250,16 @@ def _decided(
     decoder = base.pool({"none": None, **arms}, selector).build()
     prompt = sum(map(len, ids)) / len(ids)
     told = {name: read[number[name]] * prompt / new_tokens for name in arms}
-    return Auto(decoder, _rows(arms, runs, sizes, draft, rest, told, idle), selector)
+    return Auto(decoder, _rows(arms, runs, sizes, plain, draft, rest, told, idle), selector)
 
 
 def _idle(
-    run: Measured, sizes: Sequence[int], rest: Sequence[float], draft: Sequence[float]
+    run: Measured, kind: Any, sizes: Sequence[int], rest: Sequence[float], draft: Sequence[float]
 ) -> tuple[float, ...]:
-    """By batch: what a round of all rows costs later, when those that it has finished early are missing."""
-    whole = np.add(rest, draft)
+    """By batch: what a round of rows of a kind costs later, when those that it has finished early are missing."""
+    whole, mine = np.add(rest, draft), of_kind(run.rows, kind)
     return tuple(
-        max(0.0, drained(run.rows, B, lambda rows: np.interp(rows, sizes, whole)) - float(now))
+        max(0.0, drained(mine, B, lambda rows: np.interp(rows, sizes, whole)) - float(now))
         for B, now in zip(sizes, whole)
     )
 
@@ -262,30 +268,30 @@ def _rows(
     arms: Mapping[str, Arm],
     runs: Mapping[str, Measured],
     sizes: Sequence[int],
+    plain: Sequence[float],
     draft: Any,
     rest: Any,
     told: Mapping[str, float],
-    idle: Mapping[str, Sequence[float]],
+    idle: Mapping[str, Sequence[Sequence[float]]],
 ) -> list[dict[str, Any]]:
     """Tokens a second of each method at each batch.
 
     Args:
-        told: seconds of an arm's draft to read the prompt, for each new token. idle: as in ``RoundTable``, by batch; empty: nothing.
+        plain: seconds of a round without a pool. told: seconds of an arm's draft to read the prompt, for each new token. idle: as in ``RoundTable``, by kind and batch; empty: nothing.
     """
     rows = []
     for i, B in enumerate(sizes):
-        speed = {}
-        for name, run in runs.items():
-            seconds = rest[name][i] + (draft[name][i] if name in arms else 0.0)
-            tokens = B * (run.tokens / max(run.rounds, 1) if name in arms else 1.0)
-            later = idle[name][i] if name in idle else 0.0
-            speed[name] = (tokens / (seconds + later + tokens * told.get(name, 0.0)), seconds)
+        speed = {"plain": (B / plain[i], plain[i], 1.0)}
+        for name in arms:
+            seconds, tau = rest[name][i] + draft[name][i], runs[name].tokens / max(runs[name].rounds, 1)
+            later = idle[name][0][i] if idle.get(name) else 0.0  # of all kinds
+            speed[name] = (B * tau / (seconds + later + B * tau * told[name]), seconds, tau)
         best = max(speed, key=lambda name: speed[name][0])
-        for name, (rate, seconds) in speed.items():
-            arm, run = arms.get(name), runs[name]
+        for name, (rate, seconds, tau) in speed.items():
+            arm = arms.get(name)
             rows.append({
-                "method": name, "k": 0 if arm is None else arm.length, "batch": B, "tau": run.tokens / max(run.rounds, 1), "milliseconds": 1e3 * seconds,
+                "method": name, "k": 0 if arm is None else arm.length, "batch": B, "tau": tau, "milliseconds": 1e3 * seconds,
                 "tokens_per_second": rate, "ratio": rate / speed["plain"][0],
-                "lossless": arm is None or run.decoder.verifying.lossless, "best": name == best,
+                "lossless": arm is None or runs[name].decoder.verifying.lossless, "best": name == best,
             })  # fmt: skip
     return rows

@@ -61,6 +61,8 @@ class Measured:
                 seen = replace(first, request=torch.tensor([requests[row] for row in rows]))
                 kinds.update(zip(rows, kinds_of(self.kind, seen)))
             if counted and round.number and len(round.committed) == B and not bool(round.truncated.any()):
+                if round.number == 2 and self.seconds.get(B):  # the first was one in which drafts read the prompts
+                    self.seconds[B].pop(), self.proposals[B].pop()
                 draft = round.seconds["draft"]
                 self.seconds.setdefault(B, []).append((draft, now - began[0] - draft))
                 self.proposals.setdefault(B, []).append(float((round.proposal.size > 0).float().mean()))
@@ -155,6 +157,14 @@ def drained(
     each = np.sort(np.random.default_rng(0).choice(rounds[some] / tokens[some], (BATCHES, batch)), 1)
     stages = np.diff(each, prepend=0.0, axis=1)  # in each, the rows that need more rounds are left
     return float((stages * seconds(np.arange(batch, 0, -1))).sum(1).mean() / each.mean())
+
+
+def of_kind(
+    rows: Sequence[tuple[Hashable, np.ndarray]], kind: Hashable
+) -> Sequence[tuple[Hashable, np.ndarray]]:
+    """The rows of a kind; all rows for ``"all"``, and where there are only a few of the kind."""
+    mine = [row for row in rows if row[0] == kind]
+    return rows if kind == "all" or len(mine) < FEW else mine
 
 
 def spread_of(rows: np.ndarray) -> float:

@@ -19,13 +19,14 @@ from specdec.types import Round
 
 
 class Part(NamedTuple):
-    """A round: its number of rows, the seconds of drafting and of verification, the tokens that were drafted, and when it ended."""
+    """A round: its number of rows, the seconds of drafting and of verification, the tokens that were drafted (for ``each`` row, too), and when it ended."""
 
     rows: int
     draft: float
     verify: float
     drafted: int = 0
     ended: float = 0.0
+    each: tuple[int, ...] = ()
 
 
 class Mode(NamedTuple):
@@ -156,9 +157,9 @@ def timed(
         if round.number > 1:
             marks.append(perf_counter())
             s = round.seconds
-            drafted = int(round.proposal.size.sum())
+            each = tuple(round.proposal.size.tolist())
             parts.append(
-                Part(len(round.committed), s["draft"], s["target"] + s["verify"], drafted, marks[-1])
+                Part(len(each), s["draft"], s["target"] + s["verify"], sum(each), marks[-1], each)
             )
         if len(marks) > rounds * micro:
             raise _Enough

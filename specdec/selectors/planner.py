@@ -112,6 +112,10 @@ class Planner:
             raise ValueError(
                 f"there are {len(self.kinds)} kinds, {len(self.prior)} in prior and {len(self.spread)} in spread: give one of both for every kind"
             )
+        if len(self.table.idle) not in (0, len(self.kinds)):
+            raise ValueError(
+                f"table.idle has {len(self.table.idle)} kinds and there are {len(self.kinds)}: give seconds for each, or none"
+            )
         drafts = len(self.prior[0])
         held = {len(each) for each in (*self.prior, *self.spread)}
         fits = len(self.table.draft) == len(self.arms) and held == {drafts}
@@ -307,15 +311,17 @@ class Planner:
         return {}
 
     def _cost(self, batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """``[M, arms]`` seconds of drafting that one more row adds, ``[M]`` those of all open drafts beside, with what their use costs later, and ``[arms]``
-        seconds that a row with a proposal adds to verification."""
+        """``[M, arms]`` seconds that one more row adds to a round without a proposal, ``[M]`` those that rows share, and ``[arms]`` seconds that a row
+        with a proposal adds to verification."""
         if batch not in self._costs:
             caps, table = self._caps[0], self.table
-            each = (table.drafting(caps, batch) - table.drafting(caps, 1)) / max(batch - 1, 1)
-            fixed = np.maximum(table.drafting(caps, 1) - each, 0.0) + table.idling(batch)[caps]
+            more = max(batch - 1, 1)
+            row = max(table.plainly(batch) - table.plainly(1), 0.0) / more
+            each = (table.drafting(caps, batch) - table.drafting(caps, 1)) / more
+            fixed = np.maximum(table.drafting(caps, 1) - each, 0.0)
             self._costs[batch] = (
-                np.where(self._draft >= 0, each[:, self._draft], 0.0),
-                np.where(caps >= 0, fixed, 0.0).sum(-1),
+                row + np.where(self._draft >= 0, each[:, self._draft], 0.0),
+                table.plainly(batch) - row * batch + np.where(caps >= 0, fixed, 0.0).sum(-1),
                 table.verifying(batch),
             )
         return self._costs[batch]
@@ -346,9 +352,10 @@ class Planner:
         unread = length[:, None] - own[..., READ]
         reading = np.array(table.read) * unread[:, self._draft] / np.maximum(left, 1)[:, None]
         reading[:, none] = 0.0
-        each, fixed, verifying = self._cost(B)
+        each, shared, verifying = self._cost(B)
         drafting = np.where(opened, each, np.inf)[:, None]
-        seconds, best = together(1 / tokens, drafting + often * verifying, plain + fixed, reading)
+        later = table.idling(B)[kind] / B if table.idle else None
+        seconds, best = together(1 / tokens, drafting + often * verifying, shared, reading, later)
         rate = B / seconds
         if rate <= B / plain * (1 + self.margin):
             return Plan(keys, idle, tokens, plain, B / plain, "slower", failing, of_kind)

@@ -256,12 +256,7 @@ class Head:
                 *(model, at, memo, given, text, mine, self.sampling or Sampling()),
                 rng.select(rows) if some else rng,
             )
-        if some:
-            spread = torch.zeros(context.batch, dtype=torch.long)
-            spread[rows] = torch.arange(len(rows))
-            made = made.select(spread)
-            made = replace(made, size=torch.zeros_like(budget).index_copy(0, rows, made.size[rows]))
-        return made, at.ring
+        return (made.spread(rows, context.batch) if some else made), at.ring
 
     def select(self, state: HeadState, rows: Tensor) -> HeadState:
         return state.select(rows)

@@ -141,12 +141,16 @@ class Spire:
             chain = self._drawn(state.ring, context, budget, rng, sampling)
             if chain is not None:
                 return chain.proposal(budget), state
-        step = SpireSteps(model, state.ring, context, N)
-        draw = ChainDraw(context, budget, sampling)
-        last = to_device(context.tokens.gather(1, context.length[:, None] - 1)[:, 0], model.device)
+        rows = (budget > 0).nonzero()[:, 0]  # in a pool, rows of other drafts have no budget
+        some = len(rows) < B
+        text, mine, own = (context.select(rows), budget[rows], rng.select(rows)) if some else (context, budget, rng)
+        step = SpireSteps(model, state.ring, text, N, rows)
+        draw = ChainDraw(text, mine, sampling)
+        last = to_device(text.tokens.gather(1, text.length[:, None] - 1)[:, 0], model.device)
         for n in range(N):
-            last = draw.draw(step(n, last), rng)
-        return draw.proposal(), state
+            last = draw.draw(step(n, last), own)
+        made = draw.proposal()
+        return (made.spread(rows, B) if some else made), state
 
     def check_length(self, length: int) -> None:
         """Raise ValueError if a chain of ``length`` tokens is longer than ``block``."""

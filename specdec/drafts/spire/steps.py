@@ -22,20 +22,22 @@ class SpireSteps:
     """The forward for the n-th token of a block, for all rows at once.
 
     Args:
-        context: the text that the block follows. steps: the most tokens of the block.
+        context: the text that the block follows. steps: the most tokens of the block. rows: ``[B]`` the context's rows in the ring; ``None``: the first B.
     """
 
-    def __init__(self, model: SpireModel, ring: Ring, context: Context, steps: int):
+    def __init__(
+        self, model: SpireModel, ring: Ring, context: Context, steps: int, rows: Tensor | None = None
+    ):
         self.model, self.ring, self.steps = model, ring, steps
         positions = context.length[:, None] - 1 + torch.arange(steps)  # [B, steps]
-        queries, rows = positions.numpy(), range(context.batch)
-        at = ring.at(torch.arange(context.batch).repeat_interleave(steps), positions.flatten(), model.device)
+        queries, of = positions.numpy(), torch.arange(context.batch) if rows is None else rows
+        at = ring.at(of.repeat_interleave(steps), positions.flatten(), model.device)
         seen, behind = ring.visible(queries), queries[..., None] - ring.held(queries)
         if ring.narrower:
             check_length(ring.mask, int(context.length.max()))
             check_sight(ring.mask, seen, queries)
         self.plans = [
-            ExplicitPlan(rows, [1] * context.batch, seen[:, n], behind[:, n], slots)
+            ExplicitPlan(of.tolist(), [1] * context.batch, seen[:, n], behind[:, n], slots)
             for n, slots in enumerate(at.view(-1, steps).t().contiguous())
         ]
         cos, sin = model.rotary(to_device(positions.t().contiguous(), model.device))
