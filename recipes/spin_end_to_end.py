@@ -133,16 +133,16 @@ class Parts:
         return [Place(name, int(cores)) for name, _, cores in (word.partition("/") for word in self.s.places)]
 
     def profile(self, batch: int) -> None:
-        """Measure each arm alone, half way through texts: its rounds are charged these seconds, because a round's own depend on the rest of the
-        batch. Rounds of fewer rows say what an arm in use costs."""
+        """Measure rounds of the pool in which all rows use one arm, half way through texts: its rounds are charged these seconds, because a round's own
+        depend on the rest of the batch. Rounds of fewer rows say what an arm in use costs."""
         s, target = self.s, self.targets["auto"]
         work, few = self.workload(batch, 1000, "validation"), (3, 1) if s.quick else (16, 9)
         sampling = self.sampling(batch)
         texts = half_way(self.plain(batch, "auto").build(), work.rows, s.tokens, s.seed)
-        self.costs = charges(target, self.arms, texts, *few, seed=s.seed, sampling=sampling)
+        self.costs = charges(target, self.arms, texts, *few, seed=s.seed, sampling=sampling, pooled=True)
         if batch == 1:  # no row shares a round with another
             return
-        times = measured(target, self.arms, texts, *few[:1], 1 if s.quick else 3, s.seed, sampling)
+        times = measured(target, self.arms, texts, *few[:1], 1 if s.quick else 3, s.seed, sampling, True)
         self.opening = times.opening([arm.length or 0 for arm in self.arms.values()], batch)
 
     def sampling(self, batch: int) -> sd.Sampling:

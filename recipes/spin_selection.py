@@ -19,7 +19,8 @@ Rows, by `part`:
   in hindsight; of each kind of request in hindsight; of each kind, learned from the other half; `Spin, by kind, learned`, charged without the
   reading of what a draft has not read; with it; in the batch's own rounds, in which every draft in use has its fixed costs; the same for a selector that
   counts these (`selectors.opening`); and the same in batches that are not refilled.
-- `times`: the seconds that rounds are charged; `call`: milliseconds of a selector's own calls at batch 16, with room for all rows in every
+- `times`: the seconds that rounds are charged, each arm alone; `several`: how much longer than the sum of its parts a pool's round is, if its rows use the
+  best arm of each temperature; `call`: milliseconds of a selector's own calls at batch 16, with room for all rows in every
   arm, and with room for 20 in all (`tight`).
 Intervals are 95 % bootstraps over source files and repeats; with fewer than 5 files there are none.
 """
@@ -43,7 +44,7 @@ from specdec import lab, selectors, zoo
 from specdec.arm_policy import Arm
 from specdec.data.prompts import entries
 from specdec.lab import plots
-from specdec.lab.arm_times import ARMS, POOL, half_way, load_pool, measured
+from specdec.lab.arm_times import ARMS, POOL, half_way, in_turn, load_pool, measured
 from specdec.lab.console import progress, table
 from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import Entry
@@ -110,7 +111,9 @@ def main(s: Settings) -> list[Row]:
     prompts = [requests.tokens[i, : requests.prompt[i]].tolist() for i in some]
     sampling = sd.Sampling(tuple(at[i] for i in some))
     texts = half_way(sd.decoder(target).sampling(sampling).build(), prompts, s.new_tokens, s.seed)
-    times = measured(target, arms, texts, *((4, 1) if s.quick else ()), seed=s.seed, sampling=sampling)
+    few: Any = {"rounds": 4, "repeats": 1} if s.quick else {}
+    few |= {"seed": s.seed, "sampling": sampling}
+    times = measured(target, arms, texts, **few)
     rows: list[Row] = [
         {"part": "times", "arm": name, "fixed_milliseconds": 1e3 * f, "row_milliseconds": 1e3 * r, "read_milliseconds": 1e3 * read}
         for name, (f, r), read in zip(s.pool, times.draft, times.read)
@@ -130,7 +133,15 @@ def main(s: Settings) -> list[Row]:
                 for row in found
                 if what == "domain" or row["group"] != "all"
             ]
-    found = costs(tested, learned, times, s.replayed, kinds, *spin(kinds), s.repeats, s.lessons, s.seed)
+    pool = measured(target, arms, texts, **few, pooled=True)
+    cold = np.array([at[i] for i in sides[0]])
+    spent = fixed_seconds(learned, times, s.replayed)
+    both = sorted({int(spent[:, cold == t].sum(1).argmin()) for t in s.temperatures})
+    if len(both) > 1:  # rounds of several arms: of the best one of each temperature
+        used = [s.pool[arm] for arm in both]
+        pool = replace(pool, several=in_turn(target, arms, texts, used, pool, **few))
+        rows.append({"part": "several", "arms": " and ".join(used), "times_longer": pool.several})
+    found = costs(tested, learned, times, s.replayed, kinds, *spin(kinds), s.repeats, s.lessons, s.seed, pool)
     rows += [{"part": "cost", **row} for row in found]
     rows += regrets(s, tested, learned, times, kinds)
     rows += calls(s)
@@ -140,8 +151,9 @@ def main(s: Settings) -> list[Row]:
 
 def shown(s: Settings, rows: list[Row]) -> list[Row]:
     """Print the tables, and write the documentation's and the figure where asked."""
-    for part in ("worth", "cost", "regret", "ratio", "call"):
-        mine = [r for r in rows if r["part"] == part]
+    for part in ("worth", "several", "cost", "regret", "ratio", "call"):
+        if not (mine := [r for r in rows if r["part"] == part]):
+            continue
         print(f"\n{part}\n" + table(mine, [name for name in mine[0] if name != "part"]))
     if s.markdown:
         Path(s.markdown).write_text(documented(rows, Path(s.report or s.json or "spin_selection.json").name))

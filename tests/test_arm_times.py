@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from tiny import tiny
@@ -91,11 +94,13 @@ def test_in_a_pool_a_round_has_the_costs_of_all_drafts(monkeypatch):
         with torch.inference_mode():
             assignment = decoder.begin(b)
             context = sd.Context.of(prompts)
-            arm = assignment.choose(context, sd.rng.Philox(torch.arange(b))).arm.tolist()
+            chosen = assignment.choose(context, sd.rng.Philox(torch.arange(b))).arm.tolist()
+        number = {"model": 0, "ngram": 1}
+        arm = [number.get(decoder.selecting.names[a], 2) for a in chosen]
         used.append(tuple(arm))
         each = tuple((3, 2, 0)[a] for a in arm)
-        draft = sum({0: 3 * 2e-3, 1: 0.0, 2: 0.0}[a] for a in set(arm)) + 1e-4 * sum(each)
-        whole = draft + 5e-3 + 2e-3 * b + 3e-4 * sum(each)
+        draft = 6e-3 * (0 in arm) + 1e-4 * sum(each)
+        whole = (draft + 5e-3 + 2e-3 * b + 3e-4 * sum(each)) * (1 + 0.1 * (len(set(arm)) > 1))
         parts = [Part(b, draft, 0.0, sum(each), 1.0 + n * whole, each) for n in range(rounds)]
         return whole, parts
 
@@ -103,11 +108,19 @@ def test_in_a_pool_a_round_has_the_costs_of_all_drafts(monkeypatch):
     times = measured(target, arms, prompts, rounds=2, repeats=1, pooled=True)
     assert set(used) == {(a,) * b for a in range(3) for b in (1, 2, 4, 8)}
     assert times.verify == pytest.approx((5e-3, 2e-3, 3e-4))
-    flat = [x for pair in times.draft for x in pair]
-    assert flat == pytest.approx([2e-3, 1e-4, 0, 1e-4, 0, 0], abs=1e-9)
-    whole, charged = in_turn(target, arms, prompts, ("none", "model"), times, 2, 1)
+    assert [x for pair in times.draft for x in pair] == pytest.approx([2e-3, 1e-4, 0, 1e-4, 0, 0], abs=1e-9)
+    longer = in_turn(target, arms, prompts, ("none", "model"), times, 2, 1)
     assert used[-1] == (2, 0) * 4
-    assert (whole, charged) == pytest.approx((6e-3 + 12e-4 + 21e-3 + 36e-4,) * 2)
+    assert longer == pytest.approx(1.1)
+    for arm in ([2, 0], [0, 0]):
+        parts = (np.array(arm), np.array([0, 3]), np.zeros(2))
+        (draft, verify), (one, sum_of) = (replace(times, several=x).round(*parts) for x in (longer, 1.0))
+        assert draft.sum() + verify == pytest.approx((one.sum() + sum_of) * (1.1 if arm[0] else 1.0))
+    del used[:]
+    costs = charges(target, arms, prompts, rounds=2, repeats=1, pooled=True)
+    assert set(used) == {(a,) * 8 for a in range(3)}
+    assert costs.verify == pytest.approx((5e-3 + 16e-3) / 8)
+    assert costs.draft == pytest.approx((6e-3 / 24 + 4e-4, 4e-4, 0.0))
 
 
 def test_rows_are_charged_what_a_batch_of_their_arm_takes(monkeypatch):

@@ -338,9 +338,12 @@ def test_the_steps_of_a_head_rooms_loss():
     stays = selectors.Spin(4, 64, by_parity, warm=30, learn="always")
     taught = replace(stays, exploration=8, growth=1, warm=None)
 
-    def steps(times: RoundTimes, kind: Any = by_parity, **pool: Any) -> dict[str, dict[str, Any]]:
+    def steps(
+        times: RoundTimes, kind: Any = by_parity, whole: RoundTimes | None = None, **pool: Any
+    ) -> dict[str, dict[str, Any]]:
         some = [replace(one, pool=kind, **pool) for one in (taught, stays)]
-        return {r["step"]: r for r in costs(tested, learned, times, 6, [kind, kind], *some, repeats=10)}
+        found = costs(tested, learned, times, 6, [kind, kind], *some, repeats=10, pool=whole)
+        return {r["step"]: r for r in found}
 
     free = replace(TIMES, read=(0.0,) * 4)
     known = steps(free)
@@ -367,6 +370,11 @@ def test_the_steps_of_a_head_rooms_loss():
     assert batch < 0.95 < 0.99 < counting
     slow = steps(replace(TIMES, read=(1e-3, 1e-3, 0.0, 0.0)))
     assert slow["selector"]["times_faster"] < slow["best arm of each kind"]["times_faster"]
+    emptied = "in batches that are not refilled"
+    for longer, factor in ((1.0, 1.0), (1.5, 1.5)):  # two drafts are in use nearly always
+        pooled = steps(free, whole=replace(free, several=longer))
+        last = pooled["in the rounds of a pool"]["times_faster"]
+        assert last == pytest.approx(pooled[emptied]["times_faster"] / factor, rel=0.05 * factor)
     apart = steps(replace(free, draft=tuple((0.0, f + r) for f, r in TIMES.draft)))
     shared = apart["selector, in its batches"]["times_faster"]
     assert shared == pytest.approx(apart["selector"]["times_faster"], rel=0.02)  # no fixed costs to pay twice

@@ -107,7 +107,10 @@ def measured(
     lengths = {name: _length(name, arm) for name, arm in arms.items()}
     base = builder(target).sampling(sampling or Sampling())
     sizes = sorted({1, *(max(1, len(prompts) // part) for part in (1, 2, 4))})
-    alone = {name: (base.draft(a.draft, lengths[name]) if lengths[name] else base).build() for name, a in arms.items()}
+    alone = {
+        name: (base.draft(a.draft, lengths[name]) if lengths[name] else base).build()
+        for name, a in arms.items()
+    }
     decoders = {}
     for i, name in enumerate(arms):
         whole = base.pool(arms, Fixed(i), stacked=True).build() if pooled else alone[name]
@@ -137,7 +140,9 @@ def measured(
         for size in sizes
         for whole, drawn, drafted in [medians[kind[name], size]]
     ]
-    fixed, row, token = _fitted([[1, size, drafted] for size, drafted, _ in points], [rest for *_, rest in points])
+    fixed, row, token = _fitted(
+        [[1, size, drafted] for size, drafted, _ in points], [rest for *_, rest in points]
+    )
     draft = []
     for name, k in lengths.items():
         found = [(size, *medians[kind[name], size]) for size in sizes]
@@ -157,8 +162,8 @@ def in_turn(
     repeats: int = 3,
     seed: int = 0,
     sampling: Sampling | None = None,
-) -> tuple[float, float]:
-    """Seconds of a pool's rounds whose rows use several arms, and what ``times`` charge for them: medians.
+) -> float:
+    """The seconds of a pool's rounds whose rows use several arms, over what ``times`` charge for them: a median.
 
     Args:
         used: names of arms, which the rows have in turn. others: as for ``measured``.
@@ -172,9 +177,8 @@ def in_turn(
         parts = timed(decoder, prompts, rounds, 1, seed + turn)[1]
         for before, here in pairwise(parts) if turn else ():
             spent, verify = times.round(numbers, np.array(here.each), np.zeros_like(numbers))
-            found.append((here.ended - before.ended, spent.sum() + verify))
-    whole, charged = (median(column) for column in zip(*found))
-    return whole, charged
+            found.append((here.ended - before.ended) / (spent.sum() + verify))
+    return median(found)
 
 
 @dataclass(frozen=True)
@@ -200,8 +204,9 @@ def charges(
     repeats: int = 3,
     seed: int = 0,
     sampling: Sampling | None = None,
+    pooled: bool = False,
 ) -> ArmCosts:
-    """What a row is charged for a round: the seconds of whole rounds of all prompts, each arm alone, and of plain rounds.
+    """What a row is charged for a round: the seconds of whole rounds of all prompts, all rows on one arm, and of plain rounds.
 
     ``verify`` is a row's share of a plain round, and ``draft`` what a round takes beyond a plain one for each token that the arm drafted. So the rows of a
     batch that all use an arm are charged what the batch takes, however verification grows with the tokens (``measured`` fits a line to it).
@@ -213,17 +218,21 @@ def charges(
     """
     lengths = {name: _length(name, arm) for name, arm in arms.items()}
     base = builder(target).sampling(sampling or Sampling())
-    drafted = {name: arm for name, arm in arms.items() if lengths[name]}
-    decoders: dict[str | None, Any] = {None: base.build()}
-    decoders |= {name: base.draft(arm.draft, lengths[name]).build() for name, arm in drafted.items()}
-    runs: dict[str | None, list[tuple[float, float]]] = {}
+    drafted = [name for name in arms if lengths[name]]
+    if pooled:
+        pool: dict[str, Any] = {"": Arm(None), **arms}
+        whole = {name: base.pool(pool, Fixed(i), stacked=True).build() for i, name in enumerate(pool)}
+    else:
+        whole = {"": base.build()} | {n: base.draft(arms[n].draft, lengths[n]).build() for n in drafted}
+    decoders = {name: whole[name] for name in ("", *drafted)}
+    runs: dict[str, list[tuple[float, float]]] = {}
     for turn in range(repeats + 1):
         for name, decoder in decoders.items():
             seconds, found = timed(decoder, prompts, rounds, 1, seed + turn)
             if turn:
                 tokens = sum(part.drafted for part in found) / len(found)
                 runs.setdefault(name, []).append((seconds, tokens))
-    plain = median(seconds for seconds, _ in runs[None])
+    plain = median(seconds for seconds, _ in runs[""])
     extra = dict.fromkeys(arms, 0.0)
     for name in drafted:
         seconds, tokens = (median(column) for column in zip(*runs[name]))
@@ -240,8 +249,8 @@ def _length(name: str, arm: Arm) -> int:
 def _fitted(
     features: Sequence[Sequence[float]], seconds: Sequence[float], whole: Sequence[float] | None = None
 ) -> list[float]:
-    """Coefficients, none negative, of least squares, relative to the seconds of ``whole`` (default: to those that are fitted)."""
-    scale = np.maximum(whole or seconds, 1e-9)
+    """Coefficients, none negative, of least squares, where the noise's variance is in proportion to the seconds of ``whole`` (default: to those that are fitted)."""
+    scale = np.maximum(whole or seconds, 1e-9) ** 0.5
     return nnls(np.array(features) / scale[:, None], np.array(seconds) / scale)[0].tolist()
 
 

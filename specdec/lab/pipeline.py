@@ -158,9 +158,7 @@ def timed(
             marks.append(perf_counter())
             s = round.seconds
             each = tuple(round.proposal.size.tolist())
-            parts.append(
-                Part(len(each), s["draft"], s["target"] + s["verify"], sum(each), marks[-1], each)
-            )
+            parts.append(Part(len(each), s["draft"], s["target"] + s["verify"], sum(each), marks[-1], each))
         if len(marks) > rounds * micro:
             raise _Enough
 

@@ -27,7 +27,8 @@ class RoundTimes:
 
     Attributes:
         draft: by arm, (fixed, per row) seconds of drafting one token. verify: (fixed, per row, per drafted token) seconds.
-        read: by arm, seconds for each token of a row's text that the arm has not read.
+        read: by arm, seconds for each token of a row's text that the arm has not read. several: by how much a round with several arms in use is longer
+            than the sum of its parts, as a factor.
     Raises:
         ValueError: times are negative, or there are not as many draft as read times.
     """
@@ -35,13 +36,14 @@ class RoundTimes:
     draft: tuple[tuple[float, float], ...]
     verify: tuple[float, float, float]
     read: tuple[float, ...]
+    several: float = 1.0
 
     def __post_init__(self) -> None:
         if len(self.draft) != len(self.read):
             raise ValueError(
                 f"draft has {len(self.draft)} arms and read {len(self.read)}: give both for every arm"
             )
-        if min(*self.verify, *self.read, *(x for pair in self.draft for x in pair)) < 0:
+        if min(*self.verify, *self.read, *(x for pair in self.draft for x in pair), self.several) < 0:
             raise ValueError(f"{self} has negative seconds")
 
     def alone(self, batch: int) -> ArmCosts:
@@ -61,7 +63,10 @@ class RoundTimes:
         spent = steps * fixed_row[:, 0] + np.bincount(arm, drafted * fixed_row[arm, 1], A)
         fixed, row, token = self.verify
         reading = np.bincount(arm, unread * np.array(self.read)[arm], A)
-        return spent + reading, fixed + row * len(arm) + token * float(drafted.sum())
+        verify = fixed + row * len(arm) + token * float(drafted.sum())
+        if len(arm) and (arm != arm[0]).any():
+            verify += (self.several - 1) * (verify + spent.sum())
+        return spent + reading, verify
 
 
 @dataclass(frozen=True)

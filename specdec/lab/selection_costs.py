@@ -28,18 +28,19 @@ def costs(
     repeats: int = 20,
     lessons: int = 3,
     seed: int = 0,
+    pool: RoundTimes | None = None,
 ) -> list[dict[str, Any]]:
     """How many times faster than the best fixed draft each step towards a selector in a batch is, with intervals over sources and repeats.
 
-    Each step has one cost more, but the last but one, which is a remedy: the best arm of each request in hindsight; the best arm of each kind of
+    Each step has one cost more, but one, which is a remedy: the best arm of each request in hindsight; the best arm of each kind of
     request in hindsight; the best arm that each kind has among other requests; a selector that learned from those, whose rounds are charged as
     in a batch of their own arm and without reading; the same with reading; the seconds of the batch's own rounds, which are compared with those of the best fixed
-    draft in such a batch; the same for a selector that counts what an arm in use costs (``selectors.opening``); and the same in batches that are not
-    refilled.
+    draft in such a batch; the same for a selector that counts what an arm in use costs (``selectors.opening``), the remedy; the same in batches that are not
+    refilled; and the same by the seconds of a pool's rounds, where the best fixed draft is used alone.
 
     Args:
         tested, learned: requests without a common source. kinds: the key of a request, for ``learned`` and for ``tested``. taught, selector:
-            ``selectors.Spin``: what learns from ``learned``, and what goes on with ``tested``. lessons: how often ``learned`` are replayed for that.
+            ``selectors.Spin``: what learns from ``learned``, and what goes on with ``tested``. lessons: how often ``learned`` are replayed for that. times: of arms that are used alone. pool: of a pool of all arms (default: without the last step).
     """
     fixed = fixed_seconds(tested, times, batch)
     drafts = [a for a, k in enumerate(tested.lengths) if k]
@@ -68,11 +69,17 @@ def costs(
     ]
     emptied = changed(replay, refilled=False)
     counting = changed(selector, opening=times.opening(tested.lengths, batch))
-    for step, how, elapsed in (
+    batches = [
         ("selector, in its batches", replay, played.elapsed),
         ("counting drafts in use", replay, replay(counting, start).elapsed),
         ("in batches that are not refilled", emptied, emptied(counting, start).elapsed),
-    ):
+    ]
+    if pool is not None:
+        whole = changed(emptied, times=pool)
+        selecting = changed(counting, opening=pool.opening(tested.lengths, batch))
+        knowing = changed(whole, requests=learned, refilled=True).taught(taught, lessons)
+        batches.append(("in the rounds of a pool", emptied, whole(selecting, knowing).elapsed))
+    for step, how, elapsed in batches:
         alone = {arm: how(Fixed(arm)).elapsed for arm in (*drafts, *plain[:1])}
         steps.append((step, alone, elapsed, min(drafts, key=lambda arm: alone[arm].sum())))
     out = []

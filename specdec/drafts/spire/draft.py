@@ -143,7 +143,9 @@ class Spire:
                 return chain.proposal(budget), state
         rows = (budget > 0).nonzero()[:, 0]  # in a pool, rows of other drafts have no budget
         some = len(rows) < B
-        text, mine, own = (context.select(rows), budget[rows], rng.select(rows)) if some else (context, budget, rng)
+        text, mine, own = (
+            (context.select(rows), budget[rows], rng.select(rows)) if some else (context, budget, rng)
+        )
         step = SpireSteps(model, state.ring, text, N, rows)
         draw = ChainDraw(text, mine, sampling)
         last = to_device(text.tokens.gather(1, text.length[:, None] - 1)[:, 0], model.device)
