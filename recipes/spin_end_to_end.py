@@ -125,7 +125,7 @@ class Parts:
         if s.tokens < longest + 2:
             raise SystemExit(f"--tokens is {s.tokens}: arms of {longest} tokens need at least {longest + 2}")
         self.smallest = min(self.models, key=lambda name: weights(self.models[name].draft.model))
-        self.costs: Any = None
+        self.costs: dict[tuple[str, ...], Any] = {}
         self.opening: Opening | None = None
 
     @property
@@ -139,7 +139,9 @@ class Parts:
         work, few = self.workload(batch, 1000, "validation"), (3, 1) if s.quick else (16, 9)
         sampling = self.sampling(batch)
         texts = half_way(self.plain(batch, "auto").build(), work.rows, s.tokens, s.seed)
-        self.costs = charges(target, self.arms, texts, *few, seed=s.seed, sampling=sampling, pooled=True)
+        for pool in (self.models, self.arms):
+            found = charges(target, pool, texts, *few, seed=s.seed, sampling=sampling, pooled=True)
+            self.costs[tuple(pool)] = found
         if batch == 1:  # no row shares a round with another
             return
         times = measured(target, self.arms, texts, *few[:1], 1 if s.quick else 3, s.seed, sampling, True)
@@ -161,9 +163,7 @@ class Parts:
 
     def chosen(self, arms: dict[str, Any], selector: Any, batch: int, attention: str, **more: Any) -> Any:
         """A decoder whose selector has some of the arms, with their measured costs."""
-        costs = replace(
-            self.costs, draft=tuple(self.costs.draft[list(self.arms).index(name)] for name in arms)
-        )
+        costs = self.costs[tuple(arms)]
         return self.plain(batch, attention).pool(arms, selector, costs=costs, stacked=True, **more)
 
     def paper(self, requests: int, attention: str, batch: int | None = None) -> Any:

@@ -18,9 +18,9 @@ Rows, by `part`:
 - `cost`: what is left of the head-room, step by step (`times_faster` than the best fixed draft, `over_plain`): the best arm of each request
   in hindsight; of each kind of request in hindsight; of each kind, learned from the other half; `Spin, by kind, learned`, charged without the
   reading of what a draft has not read; with it; in the batch's own rounds, in which every draft in use has its fixed costs; the same for a selector that
-  counts these (`selectors.opening`); and the same in batches that are not refilled.
-- `times`: the seconds that rounds are charged, each arm alone; `several`: how much longer than the sum of its parts a pool's round is, if its rows use the
-  best arm of each temperature; `call`: milliseconds of a selector's own calls at batch 16, with room for all rows in every
+  counts these (`selectors.opening`); the same in batches that are not refilled; and by the seconds of a pool's rounds.
+- `times`: the seconds that rounds are charged, each arm alone; `several`: how much longer a pool's rounds are: of one arm, beside the arm alone, and of the best arm of each temperature
+  together, beside the sum of their parts; `call`: milliseconds of a selector's own calls at batch 16, with room for all rows in every
   arm, and with room for 20 in all (`tight`).
 Intervals are 95 % bootstraps over source files and repeats; with fewer than 5 files there are none.
 """
@@ -44,7 +44,7 @@ from specdec import lab, selectors, zoo
 from specdec.arm_policy import Arm
 from specdec.data.prompts import entries
 from specdec.lab import plots
-from specdec.lab.arm_times import ARMS, POOL, half_way, in_turn, load_pool, measured
+from specdec.lab.arm_times import ARMS, POOL, half_way, load_pool, measured, several
 from specdec.lab.console import progress, table
 from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import Entry
@@ -113,12 +113,17 @@ def main(s: Settings) -> list[Row]:
     texts = half_way(sd.decoder(target).sampling(sampling).build(), prompts, s.new_tokens, s.seed)
     few: Any = {"rounds": 4, "repeats": 1} if s.quick else {}
     few |= {"seed": s.seed, "sampling": sampling}
-    times = measured(target, arms, texts, **few)
+    times, pool = (measured(target, arms, texts, **few, pooled=pooled) for pooled in (False, True))
     rows: list[Row] = [
         {"part": "times", "arm": name, "fixed_milliseconds": 1e3 * f, "row_milliseconds": 1e3 * r, "read_milliseconds": 1e3 * read}
         for name, (f, r), read in zip(s.pool, times.draft, times.read)
     ]  # fmt: skip
     rows += [{"part": "times", "arm": "verify", **dict(zip(("fixed", "row", "token"), times.verify))}]
+    longest = np.array([arm.length or 0 for arm in arms.values()])
+    for a, name in enumerate(s.pool):  # rounds of all rows on one arm
+        arm, nothing = np.full(s.replayed, a), np.zeros(s.replayed)
+        whole = [sum(map(np.sum, t.round(arm, longest[arm], nothing))) for t in (times, pool)]
+        rows.append({"part": "several", "arms": name, "times_longer": whole[1] / whole[0]})
     half = halves(requests.source.tolist(), domains)
     sides = [np.flatnonzero(half == side) for side in (0, 1)]
     learned, tested = (requests.select(side) for side in sides)
@@ -133,14 +138,13 @@ def main(s: Settings) -> list[Row]:
                 for row in found
                 if what == "domain" or row["group"] != "all"
             ]
-    pool = measured(target, arms, texts, **few, pooled=True)
     cold = np.array([at[i] for i in sides[0]])
     spent = fixed_seconds(learned, times, s.replayed)
-    both = sorted({int(spent[:, cold == t].sum(1).argmin()) for t in s.temperatures})
-    if len(both) > 1:  # rounds of several arms: of the best one of each temperature
-        used = [s.pool[arm] for arm in both]
-        pool = replace(pool, several=in_turn(target, arms, texts, used, pool, **few))
-        rows.append({"part": "several", "arms": " and ".join(used), "times_longer": pool.several})
+    best = {t: s.pool[int(spent[:, cold == t].sum(1).argmin())] for t in s.temperatures}
+    if len(set(best.values())) > 1:
+        used = [best[at[i]] for i in some]
+        pool = replace(pool, several=several(target, arms, texts, used, pool, **few))
+        rows.append({"part": "several", "arms": " and ".join(best.values()), "times_longer": pool.several})
     found = costs(tested, learned, times, s.replayed, kinds, *spin(kinds), s.repeats, s.lessons, s.seed, pool)
     rows += [{"part": "cost", **row} for row in found]
     rows += regrets(s, tested, learned, times, kinds)

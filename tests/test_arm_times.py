@@ -13,7 +13,7 @@ import specdec as sd
 from specdec import drafts, zoo
 from specdec.arm_policy import Arm
 from specdec.lab import arm_times
-from specdec.lab.arm_times import ARMS, POOL, charges, in_turn, load_pool, measured
+from specdec.lab.arm_times import ARMS, POOL, charges, load_pool, measured, several
 from specdec.lab.pipeline import Part
 
 
@@ -109,8 +109,9 @@ def test_in_a_pool_a_round_has_the_costs_of_all_drafts(monkeypatch):
     assert set(used) == {(a,) * b for a in range(3) for b in (1, 2, 4, 8)}
     assert times.verify == pytest.approx((5e-3, 2e-3, 3e-4))
     assert [x for pair in times.draft for x in pair] == pytest.approx([2e-3, 1e-4, 0, 1e-4, 0, 0], abs=1e-9)
-    longer = in_turn(target, arms, prompts, ("none", "model"), times, 2, 1)
-    assert used[-1] == (2, 0) * 4
+    del used[:]
+    longer = several(target, arms, prompts, ("none", "model") * 4, times, 2, 1)
+    assert set(used) == {(2, 0) * 4, (2,) * 8, (0,) * 8}
     assert longer == pytest.approx(1.1)
     for arm in ([2, 0], [0, 0]):
         parts = (np.array(arm), np.array([0, 3]), np.zeros(2))

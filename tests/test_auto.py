@@ -64,7 +64,7 @@ def test_tables_have_the_rounds_that_were_measured(found):
     assert tested[0] > tested[2] > 0
     assert found.selector.horizon == 24
     assert found.selector.table.sizes == (1, 3)
-    assert len(found.frame()) == 8
+    assert len(found.frame()) == 10
     assert "batch 3: same/3" in repr(found)
 
 
@@ -190,12 +190,13 @@ def test_what_a_draft_reads_counts():
     """The seconds of a round, and for each new token a share of those in which the prompt was read."""
     runs = {"a/2": Measured(sd.decoder(GOOD).build(), None, tokens=20, rounds=10)}
     arms = {"a/2": Arm(sd.drafts.Model(BAD), 2)}
-    rest = {"a/2": (1.2,)}
+    rest = {"none": (1.1,), "a/2": (1.2,)}
     for told, ratio in ((0.0, 2 / 1.5), (0.25, 2 / (1.5 + 2 * 0.25))):
-        plain, small = _rows(arms, runs, (1,), (1.0,), {"a/2": (0.3,)}, rest, {"a/2": told}, {})
+        plain, none, small = _rows(arms, runs, (1,), (1.0,), {"a/2": (0.3,)}, rest, {"a/2": told}, {})
         assert (plain["ratio"], small["milliseconds"]) == (1, pytest.approx(1500))
+        assert (none["ratio"], none["milliseconds"]) == (pytest.approx(1 / 1.1), pytest.approx(1100))
         assert small["ratio"] == pytest.approx(ratio)
-    small = _rows(arms, runs, (1,), (1.0,), {"a/2": (0.3,)}, rest, {"a/2": 0.25}, {"a/2": [(0.5,)]})[1]
+    small = _rows(arms, runs, (1,), (1.0,), {"a/2": (0.3,)}, rest, {"a/2": 0.25}, {"a/2": [(0.5,)]})[2]
     assert (small["ratio"], small["milliseconds"]) == (pytest.approx(2 / 2.5), pytest.approx(1500))
 
 

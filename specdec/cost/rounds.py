@@ -74,8 +74,9 @@ class RoundTable:
         return np.array([np.interp(batch, self.sizes, seconds) for seconds in self.verify])
 
     def idling(self, batch: int) -> np.ndarray:
-        """``[kinds, arms]``: seconds that a round of ``batch`` rows, all of the kind and on the arm, costs later."""
-        return np.array([[np.interp(batch, self.sizes, arm) for arm in kind] for kind in self.idle])
+        """``[kinds, arms]``: seconds that a round of ``batch`` rows, all of the kind and on the arm, costs later: nothing for one row."""
+        sizes, first = ((1, *self.sizes), (0.0,)) if self.sizes[0] > 1 else (self.sizes, ())
+        return np.array([[np.interp(batch, sizes, (*first, *arm)) for arm in kind] for kind in self.idle])
 
     def plainly(self, batch: int) -> float:
         """Seconds of a plain round."""

@@ -92,7 +92,7 @@ def measured(
 
     Models of one size and length share their measurements: a difference between them is noise, which a selector would take for an advantage.
     Verification, with what Python does around it, is fitted to rounds less their drafting: of plain decoding, of models, and of drafts that keep nothing, such as an n-gram. Other drafts
-    do more in a round than to draft, such as to read. An arm's drafting is what its whole rounds take beyond verification. Reading is timed for drafts with a
+    do more in a round than to draft, such as to read; in a pool, they do so in all rounds, so all are fitted. An arm's drafting is what its whole rounds take beyond verification. Reading is timed for drafts with a
     model of their own, on the first prompt. Drafts that read with the target's pass have no such cost.
 
     Args:
@@ -133,10 +133,10 @@ def measured(
             if turn:
                 reads.setdefault(kind[name], []).append(_reading(alone[name].draft, list(prompts[0])))
     medians = {at: tuple(map(median, zip(*found))) for at, found in runs.items()}
-    only = [n for n, a in arms.items() if pooled or a.draft is None or isinstance(a.draft, Model | Stateless)]
+    only = [n for n, a in arms.items() if a.draft is None or isinstance(a.draft, Model | Stateless)]
     points = [
         (size, drafted, whole - drawn)
-        for name in only or arms
+        for name in (only if not pooled and any(lengths[n] for n in only) else arms)
         for size in sizes
         for whole, drawn, drafted in [medians[kind[name], size]]
     ]
@@ -152,7 +152,7 @@ def measured(
     return RoundTimes(tuple(draft), (fixed, row, token), tuple(median(reads[kind[name]]) for name in arms))
 
 
-def in_turn(
+def several(
     target: Any,
     arms: Mapping[str, Arm],
     prompts: Sequence[Sequence[int]],
@@ -163,26 +163,31 @@ def in_turn(
     seed: int = 0,
     sampling: Sampling | None = None,
 ) -> float:
-    """The seconds of a pool's rounds whose rows use several arms, over what ``times`` charge for them: a median.
+    """By how much rounds of a pool whose rows use several arms are longer than ``times`` charge, as a factor, beside rounds of each of these arms.
 
     Args:
-        used: names of arms, which the rows have in turn. others: as for ``measured``.
+        used: name of the arm of each prompt. others: as for ``measured``.
     """
     names = list(arms)
-    numbers = np.array([names.index(used[b % len(used)]) for b in range(len(prompts))])
     base = builder(target).sampling(sampling or Sampling())
-    decoder = base.pool(arms, _InTurn(tuple(numbers.tolist())), stacked=True).build()
-    found = []
+    plans = {"": tuple(map(names.index, used))}
+    plans |= {name: (names.index(name),) * len(prompts) for name in dict.fromkeys(used)}
+    decoders = {plan: base.pool(arms, _Given(by), stacked=True).build() for plan, by in plans.items()}
+    found: dict[str, list[float]] = {plan: [] for plan in plans}
     for turn in range(repeats + 1):
-        parts = timed(decoder, prompts, rounds, 1, seed + turn)[1]
-        for before, here in pairwise(parts) if turn else ():
-            spent, verify = times.round(numbers, np.array(here.each), np.zeros_like(numbers))
-            found.append((here.ended - before.ended) / (spent.sum() + verify))
-    return median(found)
+        for plan, decoder in decoders.items():
+            parts = timed(decoder, prompts, rounds, 1, seed + turn)[1]
+            for before, here in pairwise(parts) if turn else ():
+                spent, verify = times.round(
+                    np.array(plans[plan]), np.array(here.each), np.zeros(len(prompts))
+                )
+                found[plan].append((here.ended - before.ended) / (spent.sum() + verify))
+    over = {plan: median(ratios) for plan, ratios in found.items()}
+    return over[""] * len(used) / sum(over[name] for name in used)
 
 
 @dataclass(frozen=True)
-class _InTurn(Unlearning):
+class _Given(Unlearning):
     """Request number b has arm ``by_request[b]``."""
 
     by_request: tuple[int, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -33,7 +33,8 @@ class Auto:
     """What was measured, and a decoder that acts on it.
 
     Attributes:
-        decoder: chooses for every row and round. rows: of every method that keeps one draft and length, and of plain decoding, at each batch.
+        decoder: chooses for every row and round. rows: of every method that keeps one draft and length in the decoder's pool, of ``none`` there, and of plain
+            decoding without a pool, at each batch.
         selector: the decoder's.
     """
 
@@ -73,7 +74,8 @@ class Auto:
 
     def _answer(self, row: Mapping[str, Any]) -> str:
         if not row["k"]:
-            said = "do not speculate"
+            pool = max(r["ratio"] for r in self.rows if r["batch"] == row["batch"] and r["method"] != "plain")
+            said = f"do not speculate; the decoder's pool has at most {pool:.2f} x plain"
         elif row["ratio"] <= 1 + self.selector.margin:
             said = f"{row['method']} is {row['ratio']:.2f} x plain, too close to call: do not speculate unless a row accepts more"
         else:
@@ -144,10 +146,11 @@ def auto(
             raise ValueError(
                 f"there are {len(one_of_each)} temperatures and {repeats * sum(sizes)} rows are measured of each draft: raise repeats"
             )
-    pool = {"none": None, **arms}
-    runs = {"plain": Measured(plain, kind)} | {
-        name: Measured(base.pool(pool, Fixed(i)).build(), kind) for i, name in enumerate(pool)
-    }
+    pool = base.pool({"none": None, **arms}, Fixed(0)).build()
+    assert pool.selecting is not None
+    runs = {"plain": Measured(plain, kind)}
+    for i, name in enumerate(("none", *arms)):
+        runs[name] = Measured(replace(pool, selecting=replace(pool.selecting, selector=Fixed(i))), kind)
     done = 0
     for batch in sizes:
         for repeat in range(-1, repeats):
@@ -277,16 +280,16 @@ def _rows(
     """Tokens a second of each method at each batch.
 
     Args:
-        plain: seconds of a round without a pool. told: seconds of an arm's draft to read the prompt, for each new token. idle: as in ``RoundTable``, by kind and batch; empty: nothing.
+        plain: seconds of a plain round without a pool. told: seconds of an arm's draft to read the prompt, for each new token. idle: as in ``RoundTable``, by kind and batch; empty: nothing.
     """
     rows = []
     for i, B in enumerate(sizes):
-        speed = {"plain": (B / plain[i], plain[i], 1.0)}
+        speed = {"plain": (B / plain[i], plain[i], 1.0), "none": (B / rest["none"][i], rest["none"][i], 1.0)}
         for name in arms:
             seconds, tau = rest[name][i] + draft[name][i], runs[name].tokens / max(runs[name].rounds, 1)
             later = idle[name][0][i] if idle.get(name) else 0.0  # of all kinds
             speed[name] = (B * tau / (seconds + later + B * tau * told[name]), seconds, tau)
-        best = max(speed, key=lambda name: speed[name][0])
+        best = max((name for name in speed if name != "none"), key=lambda name: speed[name][0])
         for name, (rate, seconds, tau) in speed.items():
             arm = arms.get(name)
             rows.append({

@@ -61,10 +61,6 @@ class Measured:
                 seen = replace(first, request=torch.tensor([requests[row] for row in rows]))
                 kinds.update(zip(rows, kinds_of(self.kind, seen)))
             if counted and round.number and len(round.committed) == B and not bool(round.truncated.any()):
-                if round.number == 2 and self.seconds.get(
-                    B
-                ):  # the first was one in which drafts read the prompts
-                    self.seconds[B].pop(), self.proposals[B].pop()
                 draft = round.seconds["draft"]
                 self.seconds.setdefault(B, []).append((draft, now - began[0] - draft))
                 self.proposals.setdefault(B, []).append(float((round.proposal.size > 0).float().mean()))

@@ -28,7 +28,7 @@ class RoundTimes:
     Attributes:
         draft: by arm, (fixed, per row) seconds of drafting one token. verify: (fixed, per row, per drafted token) seconds.
         read: by arm, seconds for each token of a row's text that the arm has not read. several: by how much a round with several arms in use is longer
-            than the sum of its parts, as a factor.
+            than the sum of its parts, as a factor (``arm_times.several``).
     Raises:
         ValueError: times are negative, or there are not as many draft as read times.
     """
@@ -47,7 +47,7 @@ class RoundTimes:
             raise ValueError(f"{self} has negative seconds")
 
     def alone(self, batch: int) -> ArmCosts:
-        """A row's round in a batch of ``batch`` rows that all use its arm. No round of at most so many rows costs less than these charges."""
+        """A row's round in a batch of ``batch`` rows that all use its arm. No round of at most so many rows costs less than these charges, unless ``several`` is below 1."""
         fixed, row, token = self.verify
         return ArmCosts(tuple(f / batch + r + token for f, r in self.draft), fixed / batch + row)
 

@@ -19,7 +19,8 @@ def together(
     fast anyway. They end, and the slow ones stay.)
 
     In a batch that is not refilled, what rows share is paid for as long as the slowest row is there. How unequal rows will be is partly known
-    of these rows (``slow``), and partly of rows like them (``later``); the larger of the two is counted.
+    of these rows (``slow``), and partly of rows like them (``later``); the larger of the two is counted. There the arms are found row by row with
+    no limit on ``slow``, with the least that all rows can keep to, and with one half way between; the best of the three is taken.
 
     Args:
         slow: ``[B, arms]`` rounds of a token. own: ``[ways, B, arms]`` seconds that a row adds to a round, infinite for an arm that is closed; of each way, one
@@ -33,11 +34,16 @@ def together(
     if later is None:
         way = int(seconds.min(-1).sum(-1).argmin())
         return float(seconds[way].min(-1).sum()), seconds[way].argmin(-1)
-    lost, row = slow * later, np.arange(len(slow))
-    arms = (seconds + lost).argmin(-1)  # [ways, B]
-    rounds = slow[row, arms]
-    waiting = shared * (rounds.max(-1, initial=0.0) - rounds.sum(-1) / B)
-    total = np.take_along_axis(seconds, arms[..., None], -1)[..., 0].sum(-1)
-    total += np.maximum(lost[row, arms].sum(-1), waiting)
-    way = int(total.argmin())
-    return float(total[way]), arms[way]
+    lost, row, best = slow * later, np.arange(len(slow)), (np.inf, np.zeros(len(slow), dtype=np.int64))
+    if not len(slow):
+        return 0.0, best[1]
+    least = float(np.where(np.isfinite(own).any(0), slow, np.inf).min(-1).max())
+    for limit in (np.inf, least, (least + float(slow.max())) / 2):
+        kept = np.where(slow <= limit, seconds, np.inf)
+        arms = (kept + lost).argmin(-1)  # [ways, B]
+        rounds = slow[row, arms]
+        total = np.take_along_axis(kept, arms[..., None], -1)[..., 0].sum(-1)
+        total += np.maximum(lost[row, arms].sum(-1), shared * (rounds.max(-1) - rounds.mean(-1)))
+        if total.min() < best[0]:
+            best = float(total.min()), arms[int(total.argmin())]
+    return best

@@ -306,13 +306,13 @@ class Planner:
         return caps, opened
 
     @cached_property
-    def _costs(self) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def _costs(self) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
         """By batch: what does not change from plan to plan (``_cost``)."""
         return {}
 
-    def _cost(self, batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """``[M, arms]`` seconds that one more row adds to a round without a proposal, ``[M]`` those that rows share, and ``[arms]`` seconds that a row
-        with a proposal adds to verification."""
+    def _cost(self, batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """``[M, arms]`` seconds that one more row adds to a round without a proposal, ``[M]`` those that rows share, ``[arms]`` seconds that a row
+        with a proposal adds to verification, and ``[kinds, arms]`` a row's share of what the batch loses later."""
         if batch not in self._costs:
             caps, table = self._caps[0], self.table
             more = max(batch - 1, 1)
@@ -323,6 +323,7 @@ class Planner:
                 row + np.where(self._draft >= 0, each[:, self._draft], 0.0),
                 table.plainly(batch) - row * batch + np.where(caps >= 0, fixed, 0.0).sum(-1),
                 table.verifying(batch),
+                table.idling(batch) / max(batch, 1),
             )
         return self._costs[batch]
 
@@ -352,9 +353,9 @@ class Planner:
         unread = length[:, None] - own[..., READ]
         reading = np.array(table.read) * unread[:, self._draft] / np.maximum(left, 1)[:, None]
         reading[:, none] = 0.0
-        each, shared, verifying = self._cost(B)
+        each, shared, verifying, idle_later = self._cost(B)
         drafting = np.where(opened, each, np.inf)[:, None]
-        later = table.idling(B)[kind] / B if table.idle else None
+        later = idle_later[kind] if table.idle else None
         seconds, best = together(1 / tokens, drafting + often * verifying, shared, reading, later)
         rate = B / seconds
         if rate <= B / plain * (1 + self.margin):
