@@ -117,7 +117,7 @@ def test_auto(tmp_path):
     parts = [(row["part"], row["batch"]) for row in rows]
     assert [
         parts.count((part, batch)) for part in ("measured", "speed", "hindsight") for batch in (1, 2)
-    ] == [4, 4, 6, 6, 1, 1]
+    ] == [5, 5, 6, 6, 1, 1]
     assert all(
         row["ratio_low"] <= row["ratio"] <= row["ratio_high"] for row in rows if row["part"] != "measured"
     )
