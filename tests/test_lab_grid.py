@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -339,3 +341,15 @@ def test_the_time_of_a_grid_is_told_in_advance(monkeypatch):
     assert turns(2) == 8
     assert turns(1) == 1
     assert minutes(60.0, 90.0) == "2.5 minutes: 1.0 for the noise-free tau, 1.5 for the grid"
+
+
+def test_points_that_the_model_is_fitted_to_are_spread_over_the_time_unless_it_is_limited():
+    s = GridSettings(batches=(1, 2, 4, 8, 16, 32), contexts=(128, 256, 512, 1024))
+    order = s.order(s.fitted)
+    assert sorted(order) == s.points
+    at = [order.index(p) for p in s.fitted]
+    assert at == sorted(at)
+    assert all(2 <= b - a <= 4 for a, b in pairwise(at))  # every third point of 24 is one of the 8
+    limited = replace(s, seconds=60.0).order(s.fitted)
+    assert limited[:8] == s.fitted
+    assert sorted(limited) == s.points

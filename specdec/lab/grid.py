@@ -7,7 +7,7 @@ and one at the k farthest from it give the time of a round; the two k with the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from operator import mul
@@ -42,8 +42,17 @@ class GridSettings(MethodSettings):
 
     @property
     def fitted(self) -> list[Point]:
-        """The points that are measured first, and to which the model is fitted."""
+        """The points to which the model is fitted."""
         return self.corners + self.inner
+
+    def order(self, first: Sequence[Point]) -> list[Point]:
+        """All points, ``first`` spread evenly among the others: a machine gets faster or slower in minutes, which otherwise is an error of the model that was
+        fitted to them. With a limit of ``seconds``, they come first."""
+        rest = [p for p in self.points if p not in first]
+        if self.seconds < float("inf"):
+            return [*first, *rest]
+        places = [((i + 0.5) / len(part), p) for part in (first, rest) for i, p in enumerate(part)]
+        return [p for _, p in sorted(places)]
 
     @property
     def points(self) -> list[Point]:
@@ -68,7 +77,7 @@ class Grid:
     """A run over a grid.
 
     Args:
-        first: points that are measured first, and to which the model is fitted; default: corners and ``inner``. replayed: a draft's bare step is
+        first: points to which the model is fitted, which are measured first if the time is limited; default: corners and ``inner``. replayed: a draft's bare step is
             its share of the captured chain, and all host work is one term; default: on devices other than a CPU. taus: τ of every method,
             context and k; default: as measured in the runs, which is noisy. least: seconds of a point's measurements; default: ``SHORT``.
     """
@@ -94,7 +103,7 @@ class Grid:
         s, started = self.s, perf_counter()
         first = list(self.first) or s.fitted
         inner = [p for p in s.inner if p in first]  # rounds, but no bare steps
-        points, fitted = first + [p for p in s.points if p not in first], set(first)
+        points, fitted = s.order(first), set(first)
         replayed = s.device != "cpu" if self.replayed is None else self.replayed
         found: dict[Point, list[Measured]] = {}
         bare: list[Bare] = []

@@ -234,7 +234,7 @@ def report(rows: list[Row]) -> None:
     ahead = any(r["part"] == "grid" and r.get("executor") == "ahead" for r in rows)
     for title, best in (("k = 4", False), ("each method's best k", True)):
         lines: list[Row] = []
-        for (batch, context), methods in at_k(rows, best).items():
+        for (batch, context), methods in sorted(at_k(rows, best).items()):
             plain = methods["plain"]
             line: Row = {"batch": batch, "context": f"{context}{'*' if plain['fitted'] else ''}"}
             line["plain tokens/s"] = plain["tokens_per_second"]
