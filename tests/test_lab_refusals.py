@@ -154,7 +154,11 @@ def test_one_repeat_shows_no_winner():
 def test_rows_of_auto_tell_which_are_lossy():
     base = sd.decoder(TABLE).verifier(sd.verifiers.TypicalAcceptance())
     found = sd.auto(base, {"a": DRAFT}, PROMPTS, 1, batches=1, new_tokens=6, repeats=1)
-    assert {row["method"]: row["lossless"] for row in found.rows} == {"plain": True, "none": True, "a/1": False}
+    assert {row["method"]: row["lossless"] for row in found.rows} == {
+        "plain": True,
+        "none": True,
+        "a/1": False,
+    }
     assert "is lossy" in repr(found)
     exact = sd.auto(sd.decoder(TABLE), {"a": DRAFT}, PROMPTS, 1, batches=1, new_tokens=6, repeats=1)
     assert all(row["lossless"] for row in exact.rows)

@@ -40,7 +40,8 @@ def costs(
 
     Args:
         tested, learned: requests without a common source. kinds: the key of a request, for ``learned`` and for ``tested``. taught, selector:
-            ``selectors.Spin``: what learns from ``learned``, and what goes on with ``tested``. lessons: how often ``learned`` are replayed for that. times: of arms that are used alone. pool: of a pool of all arms (default: without the last step).
+            ``selectors.Spin``: what learns from ``learned``, and what goes on with ``tested``. lessons: how often ``learned`` are replayed for that. times: seconds of
+            rounds in which an arm is used alone. pool: those of a pool of all arms; ``None``: the last step is left out.
     """
     fixed = fixed_seconds(tested, times, batch)
     drafts = [a for a, k in enumerate(tested.lengths) if k]

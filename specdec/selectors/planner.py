@@ -311,7 +311,7 @@ class Planner:
         return {}
 
     def _cost(self, batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """``[M, arms]`` seconds that one more row adds to a round without a proposal, ``[M]`` those that rows share, ``[arms]`` seconds that a row
+        """``[M, arms]`` seconds that one more row adds to a plain round and to drafting, ``[M]`` those that rows share, ``[arms]`` seconds that a row
         with a proposal adds to verification, and ``[kinds, arms]`` a row's share of what the batch loses later."""
         if batch not in self._costs:
             caps, table = self._caps[0], self.table
@@ -353,9 +353,9 @@ class Planner:
         unread = length[:, None] - own[..., READ]
         reading = np.array(table.read) * unread[:, self._draft] / np.maximum(left, 1)[:, None]
         reading[:, none] = 0.0
-        each, shared, verifying, idle_later = self._cost(B)
+        each, shared, verifying, losing = self._cost(B)
         drafting = np.where(opened, each, np.inf)[:, None]
-        later = idle_later[kind] if table.idle else None
+        later = losing[kind] if table.idle else None
         seconds, best = together(1 / tokens, drafting + often * verifying, shared, reading, later)
         rate = B / seconds
         if rate <= B / plain * (1 + self.margin):
