@@ -7,8 +7,10 @@ import torch
 from tiny import tiny
 
 import specdec as sd
+from specdec.arm_policy import Arm
 from specdec.drafts.spire import SpireModel
 from specdec.drafts.spire.steps import SpireSteps
+from specdec.selectors.fixed import Arms, Unlearning
 from specdec.training.passes import k_pass
 from specdec.types import Context
 
@@ -103,15 +105,32 @@ def test_rows_do_not_depend_on_their_company():
         assert alone.stats.tau == together.row_stats[b].tau
 
 
+class NowAndThen(Unlearning):
+    """Arm 1 drafts for a few tokens of a row's text in every 9."""
+
+    def init(self, arms):
+        return Arms(arms)
+
+    def select(self, state, context, capacities, rng):
+        return (context.length % 9 < 4).long(), torch.ones(context.batch), state
+
+
 @torch.no_grad()
-def test_what_was_drafted_live_is_what_the_passes_give():
-    """Every node of every round of a ragged batch, rejections included, against k passes over the text as it then stood."""
+@pytest.mark.parametrize("pooled", [False, True], ids=["alone", "now and then"])
+def test_what_was_drafted_live_is_what_the_passes_give(pooled):
+    """Every node of every round of a ragged batch, rejections included, against k passes over the text as it then stood. In a pool, activations wait
+    until they are read."""
     target = tiny("llama", num_hidden_layers=3)
     model = draft_of(target, window=7, sinks=2)
     rounds = []
     prompts = [[1, 2, 3], [4, 5], [5] * 40]
-    decoder = sd.decoder(sd.HFModel(target)).draft(sd.drafts.Spire(model), 3).build()
-    out = decoder.generate(prompts, [25, 12, 25], seed=0, on_round=rounds.append)
+    base = sd.decoder(sd.HFModel(target))
+    spire = sd.drafts.Spire(model, block=3)
+    if pooled:
+        decoder = base.pool({"none": None, "spire": Arm(spire, 3)}, NowAndThen()).build()
+    else:
+        decoder = base.draft(spire, 3).build()
+    out = decoder.generate(prompts, [45, 12, 45], seed=0, on_round=rounds.append)
     compared = 0
     for b, prompt in enumerate(prompts):
         text = torch.tensor([prompt + out.ids[b]])
@@ -133,7 +152,7 @@ def test_what_was_drafted_live_is_what_the_passes_give():
             # the target's norms compute in float32, and its activations differ by that between two shapes
             torch.testing.assert_close(r.proposal.probs[i, :size], distribution, rtol=1e-5, atol=1e-8)
             compared += size
-    assert compared > 40
+    assert compared > (30 if pooled else 40)
 
 
 @pytest.mark.parametrize("graphs", [False, "eager"])

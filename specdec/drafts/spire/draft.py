@@ -3,6 +3,8 @@
 The KV cache has a constant size: sinks, window and the current block. At committed positions it holds keys and values of the target's
 activations, which the verification pass computes anyway; no other forward of the target is needed. At positions of the block it holds
 keys and values of the draft's memory vectors.
+
+Activations wait until a row is drafted: in a pool, rounds in which other drafts serve all rows cost next to nothing.
 """
 
 from __future__ import annotations
@@ -33,11 +35,22 @@ from specdec.models.hf import HFModel
 from specdec.protocols import LanguageModel
 from specdec.rng import Rng
 from specdec.sampling import Sampling
-from specdec.types import Context, Fed, Proposal, Round
+from specdec.types import Context, Proposal, Round
+
+
+class Unread(NamedTuple):
+    """Committed positions whose keys and values are not in the ring yet: ``row [T]``, ``position [T]``, and each layer's activations ``[T, E]``."""
+
+    row: np.ndarray
+    position: np.ndarray
+    activations: list[Tensor]
 
 
 class SpireState(NamedTuple):
+    """The cache, and what was committed since it was last read."""
+
     ring: Ring
+    unread: tuple[Unread, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,6 +150,7 @@ class Spire:
         if N == 0:
             return Proposal.none(B, model.device), state
         self.check_length(N)
+        state = self._read(state)
         if self.programs is not None:
             chain = self._drawn(state.ring, context, budget, rng, sampling)
             if chain is not None:
@@ -172,37 +186,55 @@ class Spire:
         return drawn(self.programs, ring, context, budget, rng, sampling, make)
 
     def observe(self, state: SpireState, round: Round) -> SpireState:
-        """Write the entries of newly committed positions from the target's activations (section 3.3: ``m_t^i = y_t``)."""
+        """Keep the target's activations at newly committed positions for the next chain (section 3.3: ``m_t^i = y_t``).
+
+        They are read at once if they are more than a row's slots, or if whole rounds are captured, which find all in the ring.
+        """
         fed = round.scores.fed
         if fed is None:
             raise ValueError(
                 "the round has no activations: the executor must score with the taps that DraftInfo declares"
             )
-        which = _committed(fed, round, state.ring)
-        if not len(which):
+        which, model = committed(fed, round), self.model
+        row, position = fed.row.numpy()[which], fed.position.numpy()[which]
+        if len(which) > state.ring.slots:
+            held = _held(row, position, state.ring)
+            which, row, position = which[held], row[held], position[held]
+        at = to_device(torch.from_numpy(which), model.device)
+        # Copies: a captured step overwrites its activations.
+        activations = [fed.layers[layer].to(model.device, model.dtype)[at] for layer in model.layers]
+        state = state._replace(unread=(*state.unread, Unread(row, position, activations)))
+        waiting = sum(len(part.row) for part in state.unread)
+        return self._read(state) if self.programs is not None or waiting > state.ring.slots else state
+
+    def _read(self, state: SpireState) -> SpireState:
+        """Write the entries of all unread positions for which the ring has room."""
+        if not state.unread:
             return state
-        model, at = self.model, torch.from_numpy(which)
-        rows, positions = fed.row[at], fed.position[at]
+        model, ring, parts = self.model, state.ring, state.unread
+        row, position = (np.concatenate(t) for t in list(zip(*parts))[:2])
+        held = _held(row, position, ring)
+        rows, positions = (torch.from_numpy(t[held]) for t in (row, position))
         slots, rotary = (
-            state.ring.at(rows, positions, model.device),
+            ring.at(rows, positions, model.device),
             model.rotary(to_device(positions, model.device)),
         )
-        at = to_device(at, model.device)
-        activations = [fed.layers[layer].to(model.device, model.dtype)[at] for layer in model.layers]
-        remember(model, state.ring, slots, activations, rotary)
-        return state
+        activations = [torch.cat(layer) for layer in zip(*(part.activations for part in parts))]
+        if len(held) < len(row):
+            at = to_device(torch.from_numpy(held), model.device)
+            activations = [x[at] for x in activations]
+        remember(model, ring, slots, activations, rotary)
+        return SpireState(ring)
 
     def select(self, state: SpireState, rows: Tensor) -> SpireState:
-        return SpireState(state.ring.select(rows))
+        return SpireState(self._read(state).ring.select(rows))
 
     def join(self, state: SpireState, other: SpireState) -> SpireState:
-        return SpireState(state.ring.followed_by(other.ring))
+        return SpireState(self._read(state).ring.followed_by(self._read(other).ring))
 
 
-def _committed(fed: Fed, round: Round, ring: Ring) -> np.ndarray:
-    """Which fed positions hold committed text for which the ring has room."""
-    which = committed(fed, round)
-    row, position = fed.row.numpy()[which], fed.position.numpy()[which]
-    last = np.zeros(len(round.verdict.accepted), dtype=np.int64)
+def _held(row: np.ndarray, position: np.ndarray, ring: Ring) -> np.ndarray:
+    """Which positions are among those that the ring holds once all of them are written."""
+    last = np.zeros(int(row.max(initial=0)) + 1, dtype=np.int64)
     np.maximum.at(last, row, position)
-    return which[(position < ring.sinks) | (position > last[row] - ring.size)]
+    return np.flatnonzero((position < ring.sinks) | (position > last[row] - ring.size))
