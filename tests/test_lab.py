@@ -20,7 +20,7 @@ import specdec as sd
 from specdec.kernels.native import library, reason
 from specdec.lab import clock
 from specdec.lab.arms import PoolRun, goodput, pool_run
-from specdec.lab.clock import Forwards, bare_round, bare_steps, in_turn
+from specdec.lab.clock import Forwards, bare_round, bare_steps, in_turn, middle
 from specdec.lab.console import progress, table
 from specdec.lab.errors import LIMITS, relative, worst
 from specdec.lab.loading import load_draft
@@ -154,6 +154,15 @@ def test_calls_take_turns_and_warm_up():
     assert said == [0, "a", 1, "b"] * 4
     assert 0 < a < 0.01 <= b
     assert in_turn([lambda: sleep(0.01)], repeats=2, take=lambda times: len(times)) == [2]
+
+
+def test_the_middle_of_repeats_leaves_out_the_ends():
+    assert middle([3.0]) == 3
+    assert middle([1.0, 2.0]) == 1.5
+    assert middle([9.0, 1.0, 2.0]) == 2
+    assert middle([1.0, 2.0, 4.0, 99.0]) == 3
+    assert middle([50.0, *[1.0] * 12, *[2.0] * 6, -50.0]) == 21 / 16  # 20: two at each end
+    assert middle([[1.0, 2.0, 9.0], [4.0, 5.0, 6.0]]).tolist() == [2, 5]
 
 
 def test_bare_forwards_leave_the_model_as_it_is():

@@ -25,6 +25,7 @@ from specdec.lab.grid_rows import grid_rows
 from specdec.lab.grid_summary import Statement, Verdict, noise, summary, verdict
 from specdec.lab.multipliers import DRAWS, Recording, Taus, interval, packages_of, ratio, round_seconds
 from specdec.lab.steady import Measured, Run
+from specdec.stats import Stats
 
 BIG = Shape(layers=8, d_model=256, heads=4, kv_heads=4, d_head=64, d_ff=1024, vocab=2000)
 SMALL = Shape(layers=4, d_model=128, heads=4, kv_heads=4, d_head=32, d_ff=512, vocab=2000)
@@ -43,7 +44,15 @@ def runs(method, k, seconds, tau=1.0, draft=0.0):
     return Measured(
         method,
         k,
-        [Run(10, s * 10, 10, SimpleNamespace(tau=tau, seconds=Counter(draft=draft * 10))) for s in seconds],
+        [
+            Run(
+                10,
+                s * 10,
+                10,
+                Stats(full_tokens=round(10 * tau), full_rounds=10, seconds=Counter(draft=draft * 10)),
+            )
+            for s in seconds
+        ],
     )
 
 
@@ -333,11 +342,12 @@ def test_the_time_of_a_grid_is_told_in_advance(monkeypatch):
     expected = 0.0
     for tokens in (40, 80, 80, 160):
         feed, run = points[tokens]
-        expected += feed + 2 * run * 2.5 + 2 * 2 * run / settings.new_tokens * grid_plan.BARE_REPEATS
+        expected += feed + 2 * run * 2 + run * 3 + 2 * 2 * run / settings.new_tokens * grid_plan.BARE_REPEATS
     assert measured == pytest.approx(expected)
     assert recorded == pytest.approx(grid_plan.SCORING * (2 * 30 + 2 * 40) / 40)
     monkeypatch.setattr(grid_plan, "SHORT", 1e9)  # short runs are repeated
-    assert estimate(grid, Recording(prompts=2), probes)[1] > 2.5 * expected
+    more = sum(2 * 6 * run for _, run in points.values()) + 2 * 6 * points[80][1]
+    assert estimate(grid, Recording(prompts=2), probes)[1] == pytest.approx(expected + more)
     assert turns(2) == 8
     assert turns(1) == 1
     assert minutes(60.0, 90.0) == "2.5 minutes: 1.0 for the noise-free tau, 1.5 for the grid"

@@ -170,7 +170,9 @@ def test_a_watched_failure_leaves_no_profiler():
 
 
 def measured(method, k, seconds, acceptance=(), tokens=10):
-    stats = SimpleNamespace(acceptance=list(acceptance), tau=tokens / 10, seconds=Counter())
+    stats = Stats(full_tokens=tokens, full_rounds=10)
+    stats.reached = Counter({d: 1000 for d, _ in enumerate(acceptance)})
+    stats.accepted_at = Counter({d: round(1000 * a) for d, a in enumerate(acceptance)})
     return Measured(method, k, [Run(tokens, seconds * 10, 10, stats)])
 
 
@@ -222,7 +224,9 @@ def test_runs_that_captured_a_shape_are_left_out(monkeypatch):
         turns[decoder.name] += 1
         if decoder.name == "unlucky" or (decoder.name == "plain" and turns["plain"] == 2):
             programs.append(object())
-        return Run(turns[decoder.name], 1.0, 1, SimpleNamespace(acceptance=[0.5] * 4))
+        return Run(
+            turns[decoder.name], 1.0, 1, Stats(reached=Counter(range(4)), accepted_at=Counter(range(4)))
+        )
 
     monkeypatch.setattr(grid, "steady", steady)
     monkeypatch.setattr(grid, "captured", lambda *parts: list(programs))
@@ -233,7 +237,7 @@ def test_runs_that_captured_a_shape_are_left_out(monkeypatch):
     )  # fmt: skip
     lab = grid.Grid(grid.GridSettings(repeats=3), methods)
     found = {case.method: [run.tokens for run in case.runs] for case in lab.point([], 8)}
-    assert found == {"plain": [3, 4], "unlucky": [3, 4, 5], "lucky": [3, 4, 5]}  # those before warm up
+    assert found == {"plain": [3, 4], "unlucky": [4, 5, 6], "lucky": [4, 5, 6]}  # those before warm up
 
 
 # -- pipelines -----------------------------------------------------------------------------------------------------------------

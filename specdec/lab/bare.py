@@ -12,7 +12,7 @@ from specdec.decoder import Decoder
 from specdec.drafts.spire.steps import SpireSteps
 from specdec.lab.calibrated import Bare, Model
 from specdec.lab.captured import Replay, replay_of_a_chain
-from specdec.lab.clock import in_turn
+from specdec.lab.clock import in_turn, middle
 from specdec.lab.prefill import Group
 from specdec.types import Context, Proposal
 
@@ -56,7 +56,7 @@ def timed_steps(
             if method != "plain":
                 names.append((method, 1))
                 steps.append(chains.get(method) or _draft_step(decoder.draft, cache, text, group.context))
-    seconds = in_turn(steps, repeats)
+    seconds = in_turn(steps, repeats, take=middle)
     return [
         Bare(
             what,

@@ -45,7 +45,7 @@ class Model:
     def seconds(
         self, machine: Fitted, method: str, batch: int, context: float, k: int
     ) -> tuple[float, float]:
-        """Seconds of a round's draft steps, and of its other steps.
+        """Seconds of a round's draft steps, with the refresh before them, and of its other steps.
 
         The target's step and a draft's first step run once a round, so the whole round's bytes pass through the cache between two of
         them; later steps of a draft follow each other.
@@ -58,7 +58,7 @@ class Model:
             around -= sum(w.bytes for w in one.draft.work if w.name not in CACHED)
         drafting = machine.time(one.draft, around) + (k - 1) * machine.time(one.draft)
         refresh = machine.time(one.refresh) if one.refresh else 0.0
-        return drafting, machine.time(one.verify, around) + refresh
+        return drafting + refresh, machine.time(one.verify, around)
 
 
 class Bare(NamedTuple):

@@ -10,6 +10,7 @@ import numpy as np
 
 from specdec.lab import plots
 from specdec.lab.bootstrap import LEAST, Clusters, interval
+from specdec.lab.clock import middle
 from specdec.lab.comparing import Result, by_name, lossy
 from specdec.lab.console import table
 from specdec.lab.timing import Times
@@ -139,8 +140,8 @@ def decide(
     for name, replay in named.items():
         for n in [replay.k] if k is None else np.atleast_1d(k).tolist():
             bounds = [sums.numpy()[:, used] for sums in replay.sums(n)]
-            middle = float(np.mean([sums[0].sum() / sums[1].sum() for sums in bounds]))
-            tau[name, n] = (middle, clusters.ratios(*bounds[0]), clusters.ratios(*bounds[1]))
+            between = float(np.mean([sums[0].sum() / sums[1].sum() for sums in bounds]))
+            tau[name, n] = (between, clusters.ratios(*bounds[0]), clusters.ratios(*bounds[1]))
     rows = []
     for batch, context in places:
         speed, low, high = {}, {}, {}
@@ -152,8 +153,8 @@ def decide(
             )
             # Methods ran in turn, so draws of repeats are paired, too.
             picks = np.random.default_rng((seed, 1)).integers(0, len(seconds), (draws, len(seconds)))
-            again = np.median(seconds[picks], 1)
-            speed[name, n] = batch * mean / float(np.median(seconds))
+            again = middle(seconds[picks])
+            speed[name, n] = batch * mean / float(middle(seconds))
             low[name, n], high[name, n] = batch * least / again, batch * most / again
         kept = {key: key[0] not in named or named[key[0]].lossless for key in speed}
         order = sorted(speed, key=lambda key: (not kept[key], -speed[key]))  # lossy ones last

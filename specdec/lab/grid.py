@@ -1,8 +1,8 @@
 """Wall clock of plain decoding, small drafts, MagicDec and SPIRe over a grid of batches and contexts, beside the throughput model.
 
-Methods alternate at each grid point, with the same prompts and, in each turn, the same fresh random numbers. Best k: a short run at k = 4
-and one at the k farthest from it give the time of a round; the two k with the best estimate are measured, besides k = 4. τ is noise-free
-(``lab.multipliers``) or, without texts, that of the runs.
+Methods alternate at each grid point, with the same prompts and, in each turn, the same fresh random numbers. Turns are short and many: other programs make a
+machine faster or slower for a second or so, and what all methods meet alike does not change their ratios. Best k: short runs at k = 4 and at the k farthest from it
+give the time of a round; the two k with the best estimate are measured, besides k = 4. τ is noise-free (``lab.multipliers``) or, without texts, that of the runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from specdec.lab.steady import Measured, Run, steady
 
 SHORT = 8.0
 """The least seconds of a point's measurements, by default: more repeats are run until then, at most ``turns``."""
-BARE_REPEATS = 7
+BARE_REPEATS = 25
+WARM = 3
+"""Runs of each method and k, of which the first warms up, to find its best k."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class GridSettings(MethodSettings):
     """Settings of a grid measurement."""
 
     batches: tuple[int, ...] = option((1, 2, 4, 8, 16, 32), "rows at a time")
-    repeats: int = option(6, "timed runs of each method")
+    new_tokens: int = option(5, "new tokens per row, on average, of a run")
+    repeats: int = option(24, "timed runs of each method")
     seconds: float = option(
         float("inf"), "begin no grid point after this time; the corners come first (default: no limit)"
     )
@@ -156,14 +159,19 @@ class Grid:
     def point(self, groups: list[Group], context: int) -> list[Measured]:
         """All methods alternately at k = 4 and the two most promising k, which short warm-up runs determine."""
         s, methods = self.s, self.methods
-        far = max(methods.lengths, key=lambda k: abs(k - K))
-        short = max(1, s.new_tokens // 2)
+        far, unlike = max(methods.lengths, key=lambda k: abs(k - K)), turns(s.repeats) + 1
         cases = [Measured("plain", 0, [])]
-        steady(methods.decoder("plain", 0), groups, short)
+        steady(methods.decoder("plain", 0), groups, s.new_tokens)
         for method in methods.names[1:]:
-            near, off = (
-                Measured(method, k, [steady(methods.decoder(method, k), groups, short)]) for k in (K, far)
-            )
+            near, off = (Measured(method, k, []) for k in (K, far))
+            for turn in range(WARM):
+                for case in (near, off) if far != K else (near,):
+                    run = steady(methods.decoder(method, case.k), groups, s.new_tokens, turn=unlike + turn)
+                    if turn:
+                        case.runs.append(run)
+            if far == K:
+                cases.append(Measured(method, K, []))
+                continue
             taus = None if self.taus is None else [self.taus.tau(method, context, k) for k in methods.lengths]
             chosen = {K, *promising(near, off, methods.lengths, taus)}
             cases += [Measured(method, k, []) for k in sorted(chosen)]
@@ -202,13 +210,13 @@ def promising(
     Without ``taus`` they follow from the acceptance rate of each position: with k drafted tokens a round has 1 + a1 + a1 a2 + ... tokens,
     a_i being the rate at position i if it is reached.
     """
-    stats = max(near, far, key=lambda m: m.k).runs[0].stats
+    acceptance = max(near, far, key=lambda m: m.k).stats.acceptance
     slope = 0.0
     if far.k != near.k:
         slope = max(0.0, (far.round_seconds - near.round_seconds) / (far.k - near.k))
     speed = {}
     lengths = list(lengths)
-    for k, tau in zip(lengths, [_tau(stats.acceptance[:k]) for k in lengths] if taus is None else taus):
+    for k, tau in zip(lengths, [_tau(acceptance[:k]) for k in lengths] if taus is None else taus):
         # A lower bound for steep lines: a round of one drafted token is at least a draft step and a verification.
         speed[k] = tau / max(near.round_seconds + slope * (k - near.k), near.round_seconds / (near.k + 1))
     return sorted(speed, key=lambda k: -speed[k])[:count]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 
 from specdec.data.prompts import entries
 from specdec.lab.clock import seconds
-from specdec.lab.grid import BARE_REPEATS, SHORT, Grid, turns
+from specdec.lab.grid import BARE_REPEATS, SHORT, WARM, Grid, turns
 from specdec.lab.grid_rows import K, Point
 from specdec.lab.methods import LEAST_ROWS
 from specdec.lab.multipliers import Recording
@@ -21,7 +22,7 @@ SCORING = 6.0
 
 @dataclass(frozen=True)
 class Probe:
-    """Measured at one point: tokens of its prompts, seconds to feed them, and mean seconds of a run."""
+    """Measured at one point: tokens of its prompts, seconds to feed them, and mean seconds of a run, with what happens before its clock starts."""
 
     tokens: int
     feed: float
@@ -38,7 +39,7 @@ class Probe:
         runs = []
         for decoder in decoders:
             steady(decoder, groups, 1)
-            runs.append(steady(decoder, groups, grid.s.new_tokens).seconds)
+            runs.append(seconds(partial(steady, decoder, groups, grid.s.new_tokens)))
         return Probe(max(batch, LEAST_ROWS) * context, feed, sum(runs) / len(runs))
 
 
@@ -60,12 +61,13 @@ def estimate(
         )
         return small.feed + share * (large.feed - small.feed), small.run + share * (large.run - small.run)
 
-    cases = 1 + (len(grid.methods.names) - 1) * min(KS, len(grid.methods.lengths))
+    drafts, lengths = len(grid.methods.names) - 1, len(grid.methods.lengths)
+    cases, warm = 1 + drafts * min(KS, lengths), drafts * WARM * min(2, lengths)
     total = 0.0
     for batch, context in s.points:
         feed, run = at(max(batch, LEAST_ROWS) * context)
         repeats = min(max(s.repeats, ceil(SHORT / (cases * run))), turns(s.repeats))
-        total += feed + cases * run * (repeats + 0.5)  # half a run each to find the best k
+        total += feed + (cases * repeats + warm) * run
         if (batch, context) in s.corners:
             total += 2 * cases * run / s.new_tokens * BARE_REPEATS
     count = len(entries()[: recording.prompts]) * recording.per_prompt

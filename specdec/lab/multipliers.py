@@ -16,6 +16,7 @@ import torch
 
 from specdec.audit.tau import Efficiency
 from specdec.data.prompts import entries
+from specdec.lab.clock import middle
 from specdec.lab.paired import FEW
 from specdec.lab.steady import Measured
 from specdec.lab.tau import Texts, each_k, sample
@@ -133,10 +134,10 @@ def packages_of(texts: Texts, prompts: int | None = None) -> np.ndarray:
 
 
 def round_seconds(case: Measured, draws: int = DRAWS) -> np.ndarray:
-    """``[draws]``: median seconds of a round over repeats drawn with replacement, the same turns for every method of a point."""
+    """``[draws]``: seconds of a round over repeats drawn with replacement (``clock.middle``), the same turns for every method of a point."""
     seconds = np.array([run.round_seconds for run in case.runs])
     picks = np.random.default_rng(1).integers(0, len(seconds), (draws, len(seconds)))
-    return np.median(seconds[picks], 1)
+    return np.asarray(middle(seconds[picks]))
 
 
 def interval(drawn: np.ndarray | None) -> tuple[float | None, float | None]:

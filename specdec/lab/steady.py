@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
 from time import perf_counter
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from specdec.decoder import Decoder
 from specdec.executors import Ahead
 from specdec.executors.contract import Executor
-from specdec.lab.clock import sync
+from specdec.lab.clock import middle, sync
 from specdec.lab.prefill import Group
 from specdec.rng import Philox, seeds
 from specdec.stats import Record, Stats
@@ -65,21 +64,27 @@ class Measured:
 
     @property
     def speed(self) -> float:
-        """Median tokens a second."""
-        return median(run.speed for run in self.runs)
+        """Tokens a second, as in ``clock.middle``."""
+        return float(middle([run.speed for run in self.runs]))
 
     @property
     def round_seconds(self) -> float:
-        return median(run.round_seconds for run in self.runs)
+        """Seconds of a round, as in ``clock.middle``."""
+        return float(middle([run.round_seconds for run in self.runs]))
+
+    @property
+    def stats(self) -> Stats:
+        """Of all repeats together."""
+        return sum((run.stats for run in self.runs), Stats())
 
     @property
     def tau(self) -> float:
-        """Tokens per round and row, the mean of the repeats."""
-        return fmean(run.stats.tau for run in self.runs)
+        """Tokens per round and row, of all repeats together."""
+        return self.stats.tau
 
     def stage(self, name: str) -> float:
-        """Median seconds per round in one stage."""
-        return median(run.stage(name) for run in self.runs)
+        """Seconds per round in one stage, as in ``clock.middle``."""
+        return float(middle([run.stage(name) for run in self.runs]))
 
 
 def executor_of(measured: Iterable[Measured]) -> str:

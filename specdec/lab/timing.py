@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -15,7 +14,7 @@ from specdec.arguments import at_least, counts
 from specdec.builder import Builder
 from specdec.decoder import Decoder
 from specdec.lab import plots
-from specdec.lab.clock import sync
+from specdec.lab.clock import middle, sync
 from specdec.lab.console import progress, table
 from specdec.prompts import Prompts, rows_of
 from specdec.types import Round
@@ -26,7 +25,7 @@ class Times:
     """Measured round times.
 
     Attributes:
-        rounds: (method, k, batch, context) -> the median seconds of a round in each repeat.
+        rounds: (method, k, batch, context) -> the seconds of a round in each repeat, as in ``clock.middle``.
     """
 
     rounds: Mapping[tuple[str, int, int, int], Sequence[float]]
@@ -37,12 +36,12 @@ class Times:
         return sorted({key[2:] for key in self.rounds})
 
     def seconds(self, method: str, batch: int, context: float, k: int) -> float:
-        """The median seconds of a round.
+        """The seconds of a round, as in ``clock.middle``.
 
         Raises:
             ValueError: it was not measured.
         """
-        return median(self.repeats(method, batch, context, k))
+        return float(middle(self.repeats(method, batch, context, k)))
 
     def repeats(self, method: str, batch: int, context: float, k: int) -> Sequence[float]:
         """The seconds of a round in each repeat; errors as for ``seconds``."""
@@ -56,10 +55,10 @@ class Times:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each method and place, with the least and the greatest of the repeats' medians."""
+        """A row for each method and place, with the least and the greatest of the repeats."""
         names = ("method", "k", "batch", "context")
         return [
-            dict(zip(names, key)) | {"seconds": median(some), "least": min(some), "most": max(some)}
+            dict(zip(names, key)) | {"seconds": float(middle(some)), "least": min(some), "most": max(some)}
             for key, some in self.rounds.items()
         ]
 
@@ -70,7 +69,7 @@ class Times:
         return pandas.DataFrame(self.rows)
 
     def plot(self) -> Any:
-        """A matplotlib figure: milliseconds of a round of every method, and the range of the repeats' medians; a panel for each batch and context."""
+        """A matplotlib figure: milliseconds of a round of every method, and the range of the repeats; a panel for each batch and context."""
         places = self.places
         names = list(dict.fromkeys(f"{r['method']} {r['k']}" if r["k"] else r["method"] for r in self.rows))
         figure, (row_of_panels,) = plots.panels(
@@ -140,7 +139,7 @@ def time(
                     spent = _rounds(decoder, rows, rounds if repeat >= 0 else 2, seed + 1000 * (repeat + 1))
                     length = 0 if decoder.drafting.info.longest == 0 else decoder.length
                     if repeat >= 0:
-                        made.setdefault((name, length, batch, context), []).append(median(spent))
+                        made.setdefault((name, length, batch, context), []).append(float(middle(spent)))
     progress()
     return Times(made)
 
