@@ -4,11 +4,12 @@ The KV cache has a constant size: sinks, window and the current block. At commit
 activations, which the verification pass computes anyway; no other forward of the target is needed. At positions of the block it holds
 keys and values of the draft's memory vectors.
 
-Activations wait until a row is drafted: in a pool, rounds in which other drafts serve all rows cost next to nothing.
+Activations wait until their row is drafted (``unread.py``): in a pool, a row that other drafts serve costs next to nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from specdec.drafts.spire.chain import SpireChain
 from specdec.drafts.spire.load import as_spire
 from specdec.drafts.spire.model import SpireModel
 from specdec.drafts.spire.steps import SpireSteps, remember
+from specdec.drafts.spire.unread import Committed, Unread
 from specdec.graphs.chain import Drawn
 from specdec.graphs.programs import Programs, capture_named
 from specdec.graphs.ring_chain import Shape, drawn
@@ -38,19 +40,11 @@ from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Round
 
 
-class Unread(NamedTuple):
-    """Committed positions whose keys and values are not in the ring yet: ``row [T]``, ``position [T]``, and each layer's activations ``[T, E]``."""
-
-    row: np.ndarray
-    position: np.ndarray
-    activations: list[Tensor]
-
-
 class SpireState(NamedTuple):
-    """The cache, and what was committed since it was last read."""
+    """The cache, and what was committed since a row's entries were last written."""
 
     ring: Ring
-    unread: tuple[Unread, ...] = ()
+    unread: Unread
 
 
 @dataclass(frozen=True)
@@ -120,7 +114,8 @@ class Spire:
         if self.programs is not None:
             self.programs.check(self.model.modules())
         self.info.check_prompts(context.length.tolist())
-        return SpireState(self.ring(context.batch, context.tokens.shape[1]))
+        ring = self.ring(context.batch, context.tokens.shape[1])
+        return SpireState(ring, Unread(context.batch, ring.size))
 
     def ring(self, batch: int, capacity: int) -> Ring:
         """Empty slots for ``batch`` rows of texts of up to ``capacity`` tokens."""
@@ -150,12 +145,12 @@ class Spire:
         if N == 0:
             return Proposal.none(B, model.device), state
         self.check_length(N)
-        state = self._read(state)
+        rows = (budget > 0).nonzero()[:, 0]  # in a pool, rows of other drafts have no budget
+        self._read(state, rows)
         if self.programs is not None:
             chain = self._drawn(state.ring, context, budget, rng, sampling)
             if chain is not None:
                 return chain.proposal(budget), state
-        rows = (budget > 0).nonzero()[:, 0]  # in a pool, rows of other drafts have no budget
         some = len(rows) < B
         text, mine, own = (
             (context.select(rows), budget[rows], rng.select(rows)) if some else (context, budget, rng)
@@ -188,7 +183,7 @@ class Spire:
     def observe(self, state: SpireState, round: Round) -> SpireState:
         """Keep the target's activations at newly committed positions for the next chain (section 3.3: ``m_t^i = y_t``).
 
-        They are read at once if they are more than a row's slots, or if whole rounds are captured, which find all in the ring.
+        A prompt's are read at once. So are all if rounds are captured, which find everything in the ring.
         """
         fed = round.scores.fed
         if fed is None:
@@ -197,44 +192,52 @@ class Spire:
             )
         which, model = committed(fed, round), self.model
         row, position = fed.row.numpy()[which], fed.position.numpy()[which]
-        if len(which) > state.ring.slots:
-            held = _held(row, position, state.ring)
-            which, row, position = which[held], row[held], position[held]
         at = to_device(torch.from_numpy(which), model.device)
-        # Copies: a captured step overwrites its activations.
-        activations = [fed.layers[layer].to(model.device, model.dtype)[at] for layer in model.layers]
-        state = state._replace(unread=(*state.unread, Unread(row, position, activations)))
-        waiting = sum(len(part.row) for part in state.unread)
-        return self._read(state) if self.programs is not None or waiting > state.ring.slots else state
+        layers = [fed.layers[layer].to(model.device, model.dtype) for layer in model.layers]
+        if not round.number or self.programs is not None:
+            self._write(state.ring, row, position, layers, at)
+        else:  # copies, since a captured step of the target overwrites its activations
+            state.unread.add(Committed(row, position, [x[at] for x in layers]))
+        return state
 
-    def _read(self, state: SpireState) -> SpireState:
-        """Write the entries of all unread positions for which the ring has room."""
-        if not state.unread:
-            return state
-        model, ring, parts = self.model, state.ring, state.unread
-        row, position = (np.concatenate(t) for t in list(zip(*parts))[:2])
-        held = _held(row, position, ring)
-        rows, positions = (torch.from_numpy(t[held]) for t in (row, position))
-        slots, rotary = (
-            ring.at(rows, positions, model.device),
-            model.rotary(to_device(positions, model.device)),
-        )
-        activations = [torch.cat(layer) for layer in zip(*(part.activations for part in parts))]
-        if len(held) < len(row):
-            at = to_device(torch.from_numpy(held), model.device)
-            activations = [x[at] for x in activations]
-        remember(model, ring, slots, activations, rotary)
-        return SpireState(ring)
+    def _read(self, state: SpireState, rows: Tensor) -> None:
+        """Write the entries of ``rows`` that are missing."""
+        unread = state.unread.take(rows.numpy())
+        if unread is not None:
+            self._write(state.ring, *unread)
+
+    def _write(
+        self,
+        ring: Ring,
+        row: np.ndarray,
+        position: np.ndarray,
+        layers: Sequence[Tensor],
+        at: Tensor | None = None,
+    ) -> None:
+        """Write the entries of those positions ``[T]`` for which the ring has room.
+
+        Args:
+            layers: ``[T, E]`` activations; with ``at [T]``, ``[F, E]``, of which these are the positions'.
+        """
+        model, last = self.model, np.zeros(int(row.max(initial=0)) + 1, dtype=np.int64)
+        np.maximum.at(last, row, position)
+        held = np.flatnonzero((position < ring.sinks) | (position > last[row] - ring.size))
+        if len(held) < len(row) or at is not None:
+            some = to_device(torch.from_numpy(held), model.device)
+            some = some if at is None else at[some]
+            row, position, layers = row[held], position[held], [x[some] for x in layers]
+        if not len(row):
+            return
+        positions = torch.from_numpy(position)
+        slots = ring.at(torch.from_numpy(row), positions, model.device)
+        remember(model, ring, slots, layers, model.rotary(to_device(positions, model.device)))
 
     def select(self, state: SpireState, rows: Tensor) -> SpireState:
-        return SpireState(self._read(state).ring.select(rows))
+        state.unread.select(rows.numpy())
+        return SpireState(state.ring.select(rows), state.unread)
 
     def join(self, state: SpireState, other: SpireState) -> SpireState:
-        return SpireState(self._read(state).ring.followed_by(self._read(other).ring))
-
-
-def _held(row: np.ndarray, position: np.ndarray, ring: Ring) -> np.ndarray:
-    """Which positions are among those that the ring holds once all of them are written."""
-    last = np.zeros(int(row.max(initial=0)) + 1, dtype=np.int64)
-    np.maximum.at(last, row, position)
-    return np.flatnonzero((position < ring.sinks) | (position > last[row] - ring.size))
+        new = len(other.unread.since)
+        self._read(other, torch.arange(new))
+        state.unread.join(new)
+        return SpireState(state.ring.followed_by(other.ring), state.unread)
