@@ -12,7 +12,7 @@ def test_positions_are_read_once_while_rows_come_and_go():
     kept, draw = 4, np.random.default_rng(0)
     unread, names, ends = Unread(3, kept), ["a", "b", "c"], {"a": 10, "b": 20, "c": 30}
     rounds, number, seen = [], 0, 0
-    waiting = {name: 0 for name in names}  # the first round that a row has not read
+    waiting = dict.fromkeys(names, 0)  # the first round that a row has not read
     for step in range(300):
         what = draw.choice(["round", "round", "round", "read", "select", "join"])
         if what == "round":
