@@ -75,6 +75,10 @@ class Settings(Plotted, GridSettings):
     )
 
 
+PROFILED = 20
+"""New tokens per row of a profiled run."""
+
+
 def main(s: Settings) -> None:
     s.begin()
     if s.again and not s.report:
@@ -91,10 +95,10 @@ def main(s: Settings) -> None:
         return
     if s.profile:
         batch, context = s.profile
-        methods = Methods(replace(s, batches=(batch,), contexts=(context,)))
+        methods = Methods(replace(s, batches=(batch,), contexts=(context,), new_tokens=PROFILED))
         groups = methods.groups(batch, context)
         for name in methods.names:
-            profile(name, methods.decoder(name, K if name != "plain" else 0), groups, s.new_tokens)
+            profile(name, methods.decoder(name, K if name != "plain" else 0), groups, PROFILED)
         return
 
     if s.temperature != 1:
@@ -108,6 +112,7 @@ def main(s: Settings) -> None:
             positions=16,
             prompts=12,
             repeats=1,
+            new_tokens=20,
         )
     started, methods = perf_counter(), Methods(s)
     recording = Recording(s.positions, prompts=s.prompts, seed=s.seed)

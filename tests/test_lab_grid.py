@@ -342,7 +342,7 @@ def test_the_time_of_a_grid_is_told_in_advance(monkeypatch):
     expected = 0.0
     for tokens in (40, 80, 80, 160):
         feed, run = points[tokens]
-        expected += feed + 2 * run * 2 + run * 3 + 2 * 2 * run / settings.new_tokens * grid_plan.BARE_REPEATS
+        expected += feed + 2 * run * 2 + run * 2 + 2 * 2 * run / settings.new_tokens * grid_plan.BARE_REPEATS
     assert measured == pytest.approx(expected)
     assert recorded == pytest.approx(grid_plan.SCORING * (2 * 30 + 2 * 40) / 40)
     monkeypatch.setattr(grid_plan, "SHORT", 1e9)  # short runs are repeated

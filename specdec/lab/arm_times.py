@@ -92,13 +92,13 @@ def measured(
 
     Models of one size and length share their measurements: a difference between them is noise, which a selector would take for an advantage.
     Verification, with what Python does around it, is fitted to rounds less their drafting: of plain decoding, of models, and of drafts that keep nothing, such as an n-gram. Other drafts
-    do more in a round than to draft, such as to read; in a pool, they do so in all rounds, so all are fitted. An arm's drafting is what its whole rounds take beyond verification. Reading is timed for drafts with a
-    model of their own, on the first prompt. Drafts that read with the target's pass have no such cost.
+    do more in a round than to draft, such as to read; in a pool, heads do so in all rounds, so all are fitted. An arm's drafting is what its whole rounds take beyond verification. Reading is timed for drafts with a
+    model of their own, on the first prompt. Drafts that read with the target's pass have no such cost; what SPIRe reads when a row comes back to it, at most its window, is left out.
 
     Args:
         arms: by name, with lengths (``load_pool``); those without a draft do not speculate. prompts: ids; at least 2. rounds: timed rounds of
             a run. repeats: runs of each arm and size, alternating, after one that is not counted. sampling: may have a temperature
-            for each prompt. pooled: a pool of all arms, in which a draft also reads for rows that others draft; by default each draft is used alone.
+            for each prompt. pooled: a pool of all arms, in which heads also read for rows that others draft; by default each draft is used alone.
     Raises:
         ValueError: fewer than 2 prompts, fewer temperatures than prompts, or an arm without a length.
     """

@@ -27,7 +27,7 @@ from specdec.lab.steady import Measured, Run, steady
 
 SHORT = 8.0
 """The least seconds of a point's measurements, by default: more repeats are run until then, at most ``turns``."""
-BARE_REPEATS = 25
+BARE_REPEATS = 15
 WARM = 3
 """Runs of each method and k, of which the first warms up, to find its best k."""
 
@@ -37,8 +37,8 @@ class GridSettings(MethodSettings):
     """Settings of a grid measurement."""
 
     batches: tuple[int, ...] = option((1, 2, 4, 8, 16, 32), "rows at a time")
-    new_tokens: int = option(5, "new tokens per row, on average, of a run")
-    repeats: int = option(24, "timed runs of each method")
+    new_tokens: int = option(6, "new tokens per row, on average, of a run")
+    repeats: int = option(20, "timed runs of each method")
     seconds: float = option(
         float("inf"), "begin no grid point after this time; the corners come first (default: no limit)"
     )
@@ -164,14 +164,16 @@ class Grid:
         steady(methods.decoder("plain", 0), groups, s.new_tokens)
         for method in methods.names[1:]:
             near, off = (Measured(method, k, []) for k in (K, far))
+            if far == K:  # nothing to choose; shapes are captured when they occur again
+                for _ in range(2):
+                    steady(methods.decoder(method, K), groups, s.new_tokens)
+                cases.append(Measured(method, K, []))
+                continue
             for turn in range(WARM):
-                for case in (near, off) if far != K else (near,):
+                for case in (near, off):
                     run = steady(methods.decoder(method, case.k), groups, s.new_tokens, turn=unlike + turn)
                     if turn:
                         case.runs.append(run)
-            if far == K:
-                cases.append(Measured(method, K, []))
-                continue
             taus = None if self.taus is None else [self.taus.tau(method, context, k) for k in methods.lengths]
             chosen = {K, *promising(near, off, methods.lengths, taus)}
             cases += [Measured(method, k, []) for k in sorted(chosen)]

@@ -62,7 +62,7 @@ def estimate(
         return small.feed + share * (large.feed - small.feed), small.run + share * (large.run - small.run)
 
     drafts, lengths = len(grid.methods.names) - 1, len(grid.methods.lengths)
-    cases, warm = 1 + drafts * min(KS, lengths), drafts * WARM * min(2, lengths)
+    cases, warm = 1 + drafts * min(KS, lengths), drafts * (2 * WARM if lengths > 1 else 2)
     total = 0.0
     for batch, context in s.points:
         feed, run = at(max(batch, LEAST_ROWS) * context)

@@ -22,7 +22,7 @@ from specdec.lab.grid_rows import K
 from specdec.lab.loading import load
 from specdec.lab.options import option
 from specdec.lab.prefill import Group, group, prefilled
-from specdec.lab.steady import capacity, uncounted
+from specdec.lab.steady import capacity
 from specdec.models import HFModel, Windowed
 from specdec.models.fingerprint import fingerprint
 from specdec.training.checkpoints import hash_of
@@ -179,8 +179,7 @@ class Methods:
 
     def _room(self, context: int) -> int:
         """The most tokens of a row at the longest chain."""
-        rounds = self.s.new_tokens + uncounted(EXECUTORS[self.s.executor])
-        return capacity(context, rounds, max(self.lengths))
+        return capacity(context, self.s.new_tokens, max(self.lengths))
 
     @cached_property
     def evaluated(self) -> dict[str, tuple[Any, Any]]:

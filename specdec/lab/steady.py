@@ -14,7 +14,6 @@ import torch
 
 from specdec.decoder import Decoder
 from specdec.executors import Ahead
-from specdec.executors.contract import Executor
 from specdec.lab.clock import middle, sync
 from specdec.lab.prefill import Group
 from specdec.rng import Philox, seeds
@@ -101,9 +100,9 @@ def executor_of(measured: Iterable[Measured]) -> str:
     return found[0]
 
 
-def uncounted(executor: Executor) -> int:
-    """Rounds between the prefill and the start of the clock: under ``Ahead`` the first, before which nothing was launched."""
-    return int(isinstance(executor, Ahead))
+UNCOUNTED = 1
+"""Rounds between the prefill and the start of the clock: the first differs from others, because drafts have not read the prompt's last token, and read nothing of an
+earlier round. Under ``Ahead``, nothing was launched before it."""
 
 
 def steady(
@@ -113,10 +112,10 @@ def steady(
     clock: Callable[[bool], None] = lambda runs: None,
     turn: int = 0,
 ) -> Run:
-    """Decode each group until it has ``new_tokens`` more tokens per row on average; the clock starts after the prefill round.
+    """Decode each group until it has ``new_tokens`` more tokens per row on average; the clock starts a round after the prefill.
 
-    Under ``executors.Ahead`` it starts when the verdict of the first round has arrived, and stops when that of the last one has. A round
-    is in flight both times, so the seconds are those from verdict to verdict. The first round is not counted.
+    The first round after it is not counted. Under ``executors.Ahead`` the clock starts when its verdict has arrived, and stops when that of the last one has. A round
+    is in flight both times, so the seconds are those from verdict to verdict.
 
     Args:
         clock: called with True when the clock starts and False when it stops. turn: chooses the random numbers, together with the
@@ -124,7 +123,7 @@ def steady(
     """
     tokens = rounds = 0
     seconds, records = 0.0, []
-    first = uncounted(decoder.executor)
+    ahead = isinstance(decoder.executor, Ahead)
     for some in groups:
         some.use()
         context, B = some.context, some.context.batch
@@ -134,10 +133,10 @@ def steady(
         fresh = [seed + TURN * turn for seed in some.seed]
         with torch.inference_mode():
             for round in decoder.executor.run(decoder, context, Philox(seeds(fresh, B)), stops):
-                if round.number <= first:
-                    if not round.number:
+                if round.number <= UNCOUNTED:
+                    if not (ahead and round.number):
                         sync()
-                    if round.number == first:
+                    if round.number == UNCOUNTED:
                         clock(True)
                         start = perf_counter()
                     continue
@@ -147,7 +146,7 @@ def steady(
                 tokens, left = tokens + made, left - made
                 if left <= 0:
                     break
-        if not first:  # otherwise this would wait for the round in flight
+        if not ahead:  # otherwise this would wait for the round in flight
             sync()
         seconds += perf_counter() - start
         clock(False)
@@ -157,4 +156,4 @@ def steady(
 
 def capacity(context: int, new_tokens: int, k: int) -> int:
     """The most tokens of a row, nodes included; every round commits at least one token per row, which bounds the number of rounds."""
-    return context + 2 + new_tokens * (k + 1) + k
+    return context + 2 + (new_tokens + UNCOUNTED) * (k + 1) + k

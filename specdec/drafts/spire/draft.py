@@ -115,7 +115,7 @@ class Spire:
             self.programs.check(self.model.modules())
         self.info.check_prompts(context.length.tolist())
         ring = self.ring(context.batch, context.tokens.shape[1])
-        return SpireState(ring, Unread(context.batch, ring.size))
+        return SpireState(ring, Unread.none(context.batch))
 
     def ring(self, batch: int, capacity: int) -> Ring:
         """Empty slots for ``batch`` rows of texts of up to ``capacity`` tokens."""
@@ -146,7 +146,7 @@ class Spire:
             return Proposal.none(B, model.device), state
         self.check_length(N)
         rows = (budget > 0).nonzero()[:, 0]  # in a pool, rows of other drafts have no budget
-        self._read(state, rows)
+        state = self._read(state, rows)
         if self.programs is not None:
             chain = self._drawn(state.ring, context, budget, rng, sampling)
             if chain is not None:
@@ -197,14 +197,16 @@ class Spire:
         if not round.number or self.programs is not None:
             self._write(state.ring, row, position, layers, at)
         else:  # copies, since a captured step of the target overwrites its activations
-            state.unread.add(Committed(row, position, [x[at] for x in layers]))
+            new = Committed(row, position, [x[at] for x in layers])
+            state = state._replace(unread=state.unread.add(new, state.ring.size))
         return state
 
-    def _read(self, state: SpireState, rows: Tensor) -> None:
+    def _read(self, state: SpireState, rows: Tensor) -> SpireState:
         """Write the entries of ``rows`` that are missing."""
-        unread = state.unread.take(rows.numpy())
+        unread, left = state.unread.take(rows.numpy())
         if unread is not None:
             self._write(state.ring, *unread)
+        return SpireState(state.ring, left)
 
     def _write(
         self,
@@ -233,11 +235,9 @@ class Spire:
         remember(model, ring, slots, layers, model.rotary(to_device(positions, model.device)))
 
     def select(self, state: SpireState, rows: Tensor) -> SpireState:
-        state.unread.select(rows.numpy())
-        return SpireState(state.ring.select(rows), state.unread)
+        return SpireState(state.ring.select(rows), state.unread.select(rows.numpy()))
 
     def join(self, state: SpireState, other: SpireState) -> SpireState:
         new = len(other.unread.since)
         self._read(other, torch.arange(new))
-        state.unread.join(new)
-        return SpireState(state.ring.followed_by(other.ring), state.unread)
+        return SpireState(state.ring.followed_by(other.ring), state.unread.join(new))

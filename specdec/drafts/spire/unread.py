@@ -1,11 +1,10 @@
 """Committed positions whose keys and values are not computed yet, with the target's activations there, until their rows are drafted.
 
-In a pool other drafts serve a row for rounds on end. A row that is not drafted costs nothing then, and of a row that is drafted again only what a ring holds is read.
+In a pool other drafts serve a row for rounds on end. Such rounds cost a copy of the activations, and if the row is drafted again, only what a ring holds is read.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from typing import NamedTuple
 
 import numpy as np
@@ -21,31 +20,33 @@ class Committed(NamedTuple):
     activations: list[Tensor]
 
 
-class Unread:
-    """What the last ``kept`` rounds committed of each row.
+class Unread(NamedTuple):
+    """What the last rounds committed.
 
-    Args:
-        kept: the positions that are read later, at most, counted from the latest: every round commits one or more of each row.
+    Attributes:
+        rounds: the oldest first. number: of the next round. since: ``[B]`` number of each row's first round that is not read.
     """
 
-    def __init__(self, batch: int, kept: int):
-        self.rounds: deque[Committed] = deque(maxlen=kept)
-        self.number = 0  # of the next round
-        self.since = np.zeros(batch, dtype=np.int64)  # [B] number of each row's first round that is not read
+    rounds: tuple[Committed, ...]
+    number: int
+    since: np.ndarray
 
-    def add(self, round: Committed) -> None:
-        """Keep what a round committed."""
-        self.rounds.append(round)
-        self.number += 1
+    @staticmethod
+    def none(batch: int) -> Unread:
+        return Unread((), 0, np.zeros(batch, dtype=np.int64))
 
-    def take(self, rows: np.ndarray) -> Committed | None:
-        """What was not read of ``rows``, the oldest first; from now on it is."""
+    def add(self, round: Committed, kept: int) -> Unread:
+        """With what a round committed, and without all but the last ``kept`` rounds: each commits one or more of every row, so older ones would leave no trace
+        in a ring of ``kept`` positions."""
+        return Unread((*self.rounds, round)[-kept:], self.number + 1, self.since)
+
+    def take(self, rows: np.ndarray) -> tuple[Committed | None, Unread]:
+        """What was not read of ``rows``, the oldest first, and the rest."""
         first = self.number - len(self.rounds)
-        oldest = max(int(self.since[rows].min(initial=self.number)), first)
         wanted = np.full(len(self.since) + 1, self.number)  # the last one is of rows that have left
         wanted[rows] = self.since[rows]
         found = []
-        for number in range(oldest, self.number):
+        for number in range(max(int(wanted.min()), first), self.number):
             row, position, activations = self.rounds[number - first]
             mine = np.flatnonzero(wanted[row] <= number)
             if len(mine) < len(row):
@@ -53,20 +54,27 @@ class Unread:
                 row, position, activations = row[mine], position[mine], [x[at] for x in activations]
             if len(row):
                 found.append(Committed(row, position, activations))
-        self.since[rows] = self.number
+        since = self.since.copy()
+        since[rows] = self.number
+        left = Unread(self.rounds, self.number, since)._pruned()
         if not found:
-            return None
+            return None, left
         every = list(zip(*found))
         layers = [torch.cat(layer) if len(found) > 1 else layer[0] for layer in zip(*every[2])]
-        return Committed(np.concatenate(every[0]), np.concatenate(every[1]), layers)
+        return Committed(np.concatenate(every[0]), np.concatenate(every[1]), layers), left
 
-    def select(self, rows: np.ndarray) -> None:
-        """Keep only ``rows``, in this order."""
+    def select(self, rows: np.ndarray) -> Unread:
+        """Only ``rows``, in this order."""
         place = np.full(len(self.since) + 1, -1)
         place[rows] = np.arange(len(rows))
-        self.rounds = deque((r._replace(row=place[r.row]) for r in self.rounds), maxlen=self.rounds.maxlen)
-        self.since = self.since[rows]
+        left = self._replace(since=self.since[rows])._pruned()
+        return left._replace(rounds=tuple(r._replace(row=place[r.row]) for r in left.rounds))
 
-    def join(self, rows: int) -> None:
-        """Append ``rows`` of which everything is read."""
-        self.since = np.concatenate([self.since, np.full(rows, self.number)])
+    def join(self, rows: int) -> Unread:
+        """With ``rows`` more, of which everything is read."""
+        return self._replace(since=np.concatenate([self.since, np.full(rows, self.number)]))
+
+    def _pruned(self) -> Unread:
+        """Without the rounds that all rows have read."""
+        unread = self.number - int(self.since.min(initial=self.number))
+        return self._replace(rounds=self.rounds[len(self.rounds) - min(unread, len(self.rounds)) :])
