@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 import specdec as sd
 from recipes.gpu.stage import Part, Stage
-from recipes.gpu.steps import COMPILED, EAGER, GRAPHS, floor, llama, stopped, wrapped
+from recipes.gpu.steps import COMPILED, EAGER, GRAPHS, floor, llama, merged, stopped, wrapped
 from specdec.cost import Shape
 from specdec.executors import Ahead
 
@@ -112,7 +112,7 @@ def timed(stage: Stage, decoder: sd.Decoder, kind: str, point: tuple[int, int]) 
     ids = None
     with stage.case(case, bar):
         seconds, ids = decoded(stage, decoder, prompts(stage, one.model, point))
-        report(stage, one.model, f"ours, {kind}", point, seconds, bar, **stopped(one))
+        report(stage, one.model, f"ours, {kind}", point, seconds, bar, **merged(one), **stopped(one))
     return ids
 
 

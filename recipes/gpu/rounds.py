@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 import specdec as sd
 from recipes.gpu.stage import Stage
-from recipes.gpu.steps import floor, llama, stopped
+from recipes.gpu.steps import floor, llama, merged, stopped
 from specdec.cost import Shape
 from specdec.executors import Ahead
 from specdec.verifiers import Synthetic
@@ -85,7 +85,7 @@ def run(stage: Stage) -> None:
                 more = stopped(decoder.target) | (stopped(decoder.draft.model) if drafted else {})
                 wrong[name] = more
                 stage.row(
-                    case, seconds, least, tokens_per_second=speed[name], rounds=rounds,
+                    case, seconds, least, tokens_per_second=speed[name], rounds=rounds, **merged(decoder.target),
                     **{"note": f"{speed[name]:.0f} tokens a second at {tokens:.2f} a round"} | more,
                 )  # fmt: skip
         for name in speed:

@@ -154,7 +154,7 @@ def point(stage: Stage, model: Any, kind: str, shape: Shape, batch: int, context
                 time = stage.clock([run], seconds=0.5, graph=how == FORWARD)
                 stage.row(
                     case, time.seconds, least, eager_seconds=time.eager, clock=time.how,
-                    share_of_copy=bytes / time.seconds / stage.rates.copy, **more, **bar, **stopped(model),
+                    share_of_copy=bytes / time.seconds / stage.rates.copy, **more, **bar, **merged(model), **stopped(model),
                 )  # fmt: skip
 
 
@@ -180,6 +180,11 @@ def filled(stage: Stage, model: Any, batch: int, context: int, more: int) -> tup
     for b in range(batch):
         cache.remember(b, ids[b].numpy(), 0, context - 1, 0)
     return cache, text
+
+
+def merged(model: Any) -> dict[str, bool]:
+    """Whether products of the same input are one (``forward.merged``), which depends on the device's memory."""
+    return {"merged": getattr(getattr(model.engine, "ops", None), "merged", None) is not None}
 
 
 def stopped(model: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from specdec.lab.errors import worst
 LENGTHS, TOY_LENGTHS = (700, 33, 256), (20, 3, 9)
 PAGES = "graphs, pages"
 PAGE = 16  # slots, so that a row has many pages
-NOISE = 0.2  # of the draft's weights, over the spread of the target's
+NOISE = 0.1  # of the draft's weights, over the spread of the target's
 TIMES = 3  # a shape is captured at its second use, and replayed at its third
 
 
