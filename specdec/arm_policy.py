@@ -231,7 +231,9 @@ class ArmAssignment:
         """Let the selector learn from the rounds since it was told last."""
         if not self.waiting:
             return
-        request, arm, tokens, drafted, *rest = (torch.cat(parts) for parts in zip(*self.waiting))
+        request, arm, tokens, drafted, *rest = (
+            torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*self.waiting)
+        )
         self.waiting.clear()
         seconds = rest.pop(0) if self.how.costs == "wall" else self.how.costs.seconds(arm, drafted)
         reward = rest.pop(0) if self.how.reward else tokens / self.longest
