@@ -6,14 +6,14 @@ distributions (another control); MagicDec (the target's weights over a window of
 paper, positions inside the cache; SPIRe. Each runs at k = 4 and its best k.
 
 multiplier = tau x plain round / round. tau is noise-free: expected tokens a round on texts of the target after held-out prompts, for
-every method, context and k, before anything is timed. Rounds are timed from the end of the prefill round until the batch has produced
---new-tokens tokens per row on average; no row leaves before, as the model assumes. Methods alternate at each grid point, with the same
+every method, context and k, before anything is timed. Rounds are timed from the second after the prefill until the batch has made
+--new-tokens more tokens per row on average; no row leaves before, as the model assumes. Methods alternate at each grid point, with the same
 prompts and fresh random numbers in every repeat. Repeats are short and many (--repeats, or up to four times as many if rounds are short), so that a slow
-second of the machine meets all methods; figures are means without the slowest and the fastest tenth of them.
+second of the machine hits all methods; figures are means without the slowest and the fastest tenth of them.
 Intervals are 95 % bootstraps over packages (for tau) and repeats (for times). ratio: SPIRe over every other draft, paired.
 
 --executor ahead (with --graphs) runs all methods as whole captured rounds, launched a round ahead, and leaves out those that have none. A round
-is always in flight there, so the clock runs from the first round's verdict on, and that round is not counted.
+is always in flight there, so the clock runs from the first round's verdict on.
 
 Best k: short runs at k = 4 and at the k farthest from it give the time of a round; the two k with the best estimate are measured,
 besides k = 4.

@@ -45,7 +45,7 @@ class Model:
     def seconds(
         self, machine: Fitted, method: str, batch: int, context: float, k: int
     ) -> tuple[float, float]:
-        """Seconds of a round's draft steps, with the refresh before them, and of its other steps.
+        """Seconds of a round's refresh and draft steps together, and of its other steps.
 
         The target's step and a draft's first step run once a round, so the whole round's bytes pass through the cache between two of
         them; later steps of a draft follow each other.

@@ -23,9 +23,9 @@ def sync() -> None:
 
 
 def middle(values: ArrayLike) -> Any:
-    """The mean along the last dimension without a tenth of the values at each end; of three values or more, without at least one.
+    """The mean along the last dimension, less a tenth of the values at each end (at least one, of three values or more).
 
-    Where a machine is faster and slower in turn, a median of few repeats is either, and the mean is between them. A single hiccup does not count.
+    Where a machine alternates between fast and slow, a median of few repeats is one or the other; this mean is between. One outlier is dropped.
     """
     ordered = np.sort(np.asarray(values, dtype=np.float64))
     n = ordered.shape[-1]

@@ -29,7 +29,7 @@ SHORT = 8.0
 """The least seconds of a point's measurements, by default: more repeats are run until then, at most ``turns``."""
 BARE_REPEATS = 15
 WARM = 3
-"""Runs of each method and k, of which the first warms up, to find its best k."""
+"""Runs of a method at each of two k, to find its best; the first warms up."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ SCORING = 6.0
 
 @dataclass(frozen=True)
 class Probe:
-    """Measured at one point: tokens of its prompts, seconds to feed them, and mean seconds of a run, with what happens before its clock starts."""
+    """Measured at one point: tokens of its prompts, seconds to feed them, and mean seconds of a run, including the time before its clock starts."""
 
     tokens: int
     feed: float

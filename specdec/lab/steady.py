@@ -101,8 +101,8 @@ def executor_of(measured: Iterable[Measured]) -> str:
 
 
 UNCOUNTED = 1
-"""Rounds between the prefill and the start of the clock: the first differs from others, because drafts have not read the prompt's last token, and read nothing of an
-earlier round. Under ``Ahead``, nothing was launched before it."""
+"""Rounds between the prefill and the start of the clock: the first, in which drafts still have to read the prompt's last token, and have no earlier round to read.
+Under ``Ahead``, nothing was launched before it."""
 
 
 def steady(
@@ -114,8 +114,7 @@ def steady(
 ) -> Run:
     """Decode each group until it has ``new_tokens`` more tokens per row on average; the clock starts a round after the prefill.
 
-    The first round after it is not counted. Under ``executors.Ahead`` the clock starts when its verdict has arrived, and stops when that of the last one has. A round
-    is in flight both times, so the seconds are those from verdict to verdict.
+    The first round is not counted. Under ``executors.Ahead`` the clock runs from its verdict to the last round's. A round is in flight both times.
 
     Args:
         clock: called with True when the clock starts and False when it stops. turn: chooses the random numbers, together with the

@@ -4,7 +4,7 @@ The KV cache has a constant size: sinks, window and the current block. At commit
 activations, which the verification pass computes anyway; no other forward of the target is needed. At positions of the block it holds
 keys and values of the draft's memory vectors.
 
-Activations wait until their row is drafted (``unread.py``): in a pool, a row that other drafts serve costs next to nothing.
+Activations wait until their row is drafted (``unread.py``): in a pool, a row that other drafts serve costs only a copy.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Spire:
     def observe(self, state: SpireState, round: Round) -> SpireState:
         """Keep the target's activations at newly committed positions for the next chain (section 3.3: ``m_t^i = y_t``).
 
-        A prompt's are read at once. So are all if rounds are captured, which find everything in the ring.
+        A prompt's are read at once, and if rounds are captured all are, since they read only the ring.
         """
         fed = round.scores.fed
         if fed is None:
@@ -219,7 +219,7 @@ class Spire:
         """Write the entries of those positions ``[T]`` for which the ring has room.
 
         Args:
-            layers: ``[T, E]`` activations; with ``at [T]``, ``[F, E]``, of which these are the positions'.
+            layers: activations, ``[T, E]``; with ``at [T]``, ``[F, E]``, and ``at`` picks the T of them.
         """
         model, last = self.model, np.zeros(int(row.max(initial=0)) + 1, dtype=np.int64)
         np.maximum.at(last, row, position)

@@ -1,6 +1,6 @@
-"""Committed positions whose keys and values are not computed yet, with the target's activations there, until their rows are drafted.
+"""The target's activations at committed positions, kept until their rows are drafted and keys and values are computed.
 
-In a pool other drafts serve a row for rounds on end. Such rounds cost a copy of the activations, and if the row is drafted again, only what a ring holds is read.
+In a pool, other drafts may serve a row for many rounds. Each costs a copy of the activations; when the row is drafted again, only what fits a ring is read.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Unread(NamedTuple):
         return Unread((), 0, np.zeros(batch, dtype=np.int64))
 
     def add(self, round: Committed, kept: int) -> Unread:
-        """With what a round committed, and without all but the last ``kept`` rounds: each commits one or more of every row, so older ones would leave no trace
-        in a ring of ``kept`` positions."""
+        """Adds what a round committed and keeps the last ``kept`` rounds: each commits at least one token of every row, so a ring of ``kept`` positions holds nothing
+        older."""
         return Unread((*self.rounds, round)[-kept:], self.number + 1, self.since)
 
     def take(self, rows: np.ndarray) -> tuple[Committed | None, Unread]:
