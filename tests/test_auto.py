@@ -220,7 +220,7 @@ def test_rows_of_a_kind_are_those_or_where_they_are_few_all():
     assert of_kind(rows, "b") == of_kind(rows, "all") == rows
 
 
-@pytest.mark.parametrize(("refilled", "best"), [(True, "half/7"), (False, "plain")])
+@pytest.mark.parametrize(("refilled", "best"), [(True, "half/3"), (False, "plain")])
 def test_a_batch_is_refilled_as_its_rows_end_or_not(refilled, best):
     """The draft is always right about half of the rows and always wrong about the others, which alone decide how long all take."""
 
@@ -229,9 +229,9 @@ def test_a_batch_is_refilled_as_its_rows_end_or_not(refilled, best):
         sd.TableModel.__init__(made, torch.eye(4)[following])
         return made
 
-    base = sd.decoder(slow([1, 0, 3, 2], 8)).greedy()
+    base = sd.decoder(slow([1, 0, 3, 2], 24)).greedy()
     drafts, prompts = {"half": slow([1, 0, 2, 3], 0.25)}, [[0], [2]] * 4
-    found = sd.auto(base, drafts, prompts, 7, batches=8, new_tokens=24, repeats=2, refilled=refilled)
+    found = sd.auto(base, drafts, prompts, 3, batches=8, new_tokens=24, repeats=2, refilled=refilled)
     assert found.best == {8: best}
     out = found.decoder.generate(prompts, 24, seed=0)
     first = found.decoder.generate(prompts, 3, seed=0)
