@@ -92,7 +92,7 @@ def measured(
 
     Models of one size and length share their measurements: a difference between them is noise, which a selector would take for an advantage.
     Verification, with what Python does around it, is fitted to rounds less their drafting: of plain decoding, of models, and of drafts that keep nothing, such as an n-gram. Other drafts
-    also read, for example; in a pool, heads read in every round, so the rounds of all arms are fitted. An arm's drafting is what its whole rounds take beyond verification. Reading is timed for drafts with a
+    also read in a round; in a pool, heads read in every round, so the rounds of all arms are fitted. An arm's drafting is what its whole rounds take beyond verification. Reading is timed for drafts with a
     model of their own, on the first prompt. Drafts that read with the target's pass have no such cost; what SPIRe reads when a row comes back to it, at most its window, is left out.
 
     Args:
