@@ -251,7 +251,8 @@ def test_a_point_decodes_the_same_under_both_executors(folder, short, monkeypatc
         s = settings(folder, executor, new_tokens=3)
         lab = Grid(s, Methods(s))
         names = lab.methods.names = names or lab.methods.names
-        found[executor] = lab.point(lab.methods.groups(2, 24), 24)
+        groups = lab.methods.groups(2, 24)
+        found[executor] = lab.visit(lab.chosen(groups, 24), groups)
         assert {r.executor for m in found[executor] for r in m.runs} == {executor}
     serial, ahead = counts(found["serial"]), counts(found["ahead"])
     assert ahead.keys() >= {("plain", 0), ("vanilla", 4), ("distilled_vanilla", 4), ("spire", 4)}

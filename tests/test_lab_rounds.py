@@ -15,6 +15,7 @@ import specdec as sd
 from specdec.drafts.spire import SpireModel
 from specdec.executors import Pipelined, Serial
 from specdec.lab import grid
+from specdec.lab.calibrated import Bare
 from specdec.lab.captured import captured, keepers, replay_of_a_chain
 from specdec.lab.grid import promising
 from specdec.lab.grid_rows import grid_rows
@@ -222,7 +223,7 @@ def test_runs_that_captured_a_shape_are_left_out(monkeypatch):
 
     def steady(decoder, groups, new_tokens, turn=0):
         turns[decoder.name] += 1
-        if decoder.name == "unlucky" or (decoder.name == "plain" and turns["plain"] == 2):
+        if decoder.name == "unlucky" or (decoder.name == "plain" and turns["plain"] == 3):
             programs.append(object())
         return Run(
             turns[decoder.name], 1.0, 1, Stats(reached=Counter(range(4)), accepted_at=Counter(range(4)))
@@ -236,8 +237,59 @@ def test_runs_that_captured_a_shape_are_left_out(monkeypatch):
         decoder=lambda method, k: SimpleNamespace(name=method, draft=None, target=None),
     )  # fmt: skip
     lab = grid.Grid(grid.GridSettings(repeats=3), methods)
-    found = {case.method: [run.tokens for run in case.runs] for case in lab.point([], 8)}
-    assert found == {"plain": [3, 4], "unlucky": [3, 4, 5], "lucky": [3, 4, 5]}  # those before warm up
+    cases = grid.kept(lab.visit(lab.chosen([], 8), []))
+    found = {case.method: [run.tokens for run in case.runs] for case in cases}
+    assert found == {"plain": [4, 5], "unlucky": [3, 4, 5], "lucky": [3, 4, 5]}  # those before warm up
+
+
+def test_every_point_is_visited_several_times_and_its_repeats_are_shared_out(monkeypatch):
+    """The model is fitted to the runs of all visits, and no two runs of a case have the same random numbers."""
+    ran, fits, fed = [], [], []
+
+    def steady(decoder, groups, new_tokens, turn=0):
+        ran.append((groups[0], decoder.name, decoder.k, turn))
+        stats = Stats(reached=Counter(range(8)), accepted_at=Counter(range(8)))
+        return Run(1, float(1 + turn % 5), 1, stats)
+
+    def groups(batch, context):
+        fed.append((batch, context))
+        return [(batch, context)]
+
+    def fit(model, bare, rounds, apart, leave_out):
+        fits.append((bare, {at: [len(m.runs) for m in some] for at, some in rounds.items()}))
+        raise ValueError("too few")
+
+    monkeypatch.setattr(grid, "steady", steady)
+    monkeypatch.setattr(grid, "captured", lambda *parts: [])
+    monkeypatch.setattr(grid, "SHORT", 0)
+    monkeypatch.setattr(grid, "fit", fit)
+    visits = iter(range(100))
+    monkeypatch.setattr(
+        grid, "timed_steps",
+        lambda decoders, at, *more: [Bare("target", *at, 1, None, float(next(visits)))],
+    )  # fmt: skip
+    methods = SimpleNamespace(
+        names=["plain", "vanilla", "spire"], lengths=[2, 4, 8], left_out={}, groups=groups, model=None,
+        decoder=lambda method, k, *more: SimpleNamespace(name=method, k=k, draft=None, target=None),
+    )  # fmt: skip
+    s = grid.GridSettings(batches=(1, 2), contexts=(8, 16), repeats=10)
+    rows = grid.Grid(s, methods).measure(lambda some: None)
+    assert s.visits == 5
+    assert fed == s.order(s.fitted) * s.visits
+    assert len(fits) == s.visits
+    bare, rounds = fits[-1]
+    assert [b.seconds for b in bare] == [
+        8,
+        9,
+        10,
+        11,
+    ]  # the means of 0, 4, ... 16; of 1, 5, ... 17; and so on
+    assert rounds.keys() == {(b, c, c + 3.0) for b, c in s.points}
+    assert {n for some in rounds.values() for n in some} == {10}
+    counted = [r for r in ran if r[3] < grid.UNTIMED]
+    assert len({*counted}) == len(counted) == sum(len(some) for some in rounds.values()) * 10
+    assert {r["repeats"] for r in rows if r["part"] == "grid"} == {10}
+    assert grid.GridSettings(repeats=3).visits == grid.GridSettings(seconds=60.0).visits == 1
 
 
 # -- pipelines -----------------------------------------------------------------------------------------------------------------

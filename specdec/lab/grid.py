@@ -1,8 +1,11 @@
 """Wall clock of plain decoding, small drafts, MagicDec and SPIRe over a grid of batches and contexts, beside the throughput model.
 
 Methods alternate at each grid point, with the same prompts and, in each turn, the same fresh random numbers. Turns are short and many: other programs make a
-machine faster or slower for a second or so, and what all methods meet alike does not change their ratios. Best k: short runs at k = 4 and at the k farthest from it
-give the time of a round; the two k with the best estimate are measured, besides k = 4. τ is noise-free (``lab.multipliers``) or, without texts, that of the runs.
+machine faster or slower for a second or so, and what all methods meet alike does not change their ratios. For minutes they slow down steps that compute, or steps that
+read memory, so every point is visited several times (``VISITS``): the model is fitted to, and judged by, rounds of the same minutes.
+
+Best k: short runs at k = 4 and at the k farthest from it give the time of a round; the two k with the best estimate are measured, besides k = 4. τ is noise-free
+(``lab.multipliers``) or, without texts, that of the runs.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
+from math import ceil
 from operator import mul
+from statistics import fmean
 from time import perf_counter
 
 from specdec.lab.bare import timed_steps
@@ -25,9 +30,13 @@ from specdec.lab.options import option
 from specdec.lab.prefill import Group
 from specdec.lab.steady import Measured, Run, steady
 
+VISITS = 5
+"""Visits of every point, among which its repeats are shared out."""
 SHORT = 8.0
 """The least seconds of a point's measurements, by default: more repeats are run until then, at most ``turns``."""
-BARE_REPEATS = 15
+BARE_REPEATS = 20
+UNTIMED = 10**6
+"""The first turn of runs that are not counted, whose random numbers occur in no other."""
 WARM = 3
 """Runs of a method at each of two k, to find its best; the first warms up."""
 
@@ -42,6 +51,11 @@ class GridSettings(MethodSettings):
     seconds: float = option(
         float("inf"), "begin no grid point after this time; the corners come first (default: no limit)"
     )
+
+    @property
+    def visits(self) -> int:
+        """How often every point is visited: once with few repeats, or with a limit of ``seconds``."""
+        return VISITS if self.repeats >= VISITS and self.seconds == float("inf") else 1
 
     @property
     def fitted(self) -> list[Point]:
@@ -107,9 +121,10 @@ class Grid:
         first = list(self.first) or s.fitted
         inner = [p for p in s.inner if p in first]  # rounds, but no bare steps
         points, fitted = s.order(first), set(first)
+        last = max(fitted, key=points.index)
         replayed = s.device != "cpu" if self.replayed is None else self.replayed
         found: dict[Point, list[Measured]] = {}
-        bare: list[Bare] = []
+        steps: dict[Point, list[list[Bare]]] = {}
         left_out: list[Row] = [
             {"part": "left_out", "executor": s.executor, "method": method, "why": why}
             for method, why in self.methods.left_out.items()
@@ -118,27 +133,32 @@ class Grid:
         for method, why in self.methods.left_out.items():
             progress(f"{method} is left out: {why}", stays=True)
         calibrated: Calibrated | None = None
-        for done, (batch, context) in enumerate(points, 1):
+        bare: list[Bare] = []
+        for done, (visit, (batch, context)) in enumerate(product(range(s.visits), points), 1):
             if found and perf_counter() - started > s.seconds:
                 left = f"{len(points) - len(found)} of {len(points)} grid points are left out"
                 progress(f"--seconds {s.seconds:g} are over: {left}", stays=True)
                 break
-            at = f"[{perf_counter() - started:4.0f} s] {done}/{len(points)}"
+            at = f"[{perf_counter() - started:4.0f} s] {done}/{s.visits * len(points)}"
             progress(f"{at}: batch {batch}, context {context}", stays=True)
             groups = self.methods.groups(batch, context)
-            found[batch, context] = self.point(groups, context)
+            cases = found.get((batch, context)) or self.chosen(groups, context)
+            found[batch, context] = self.visit(cases, groups, visit)
             if (batch, context) in fitted - set(inner):
-                bare += self.bare(groups[0], context, replayed)
+                steps.setdefault((batch, context), []).append(self.bare(groups[0], context, replayed))
             del groups
-            if calibrated is None and fitted <= set(found):
-                mids = {(b, c, c + s.new_tokens / 2): found[b, c] for b, c in fitted}
+            if fitted <= set(found) and (batch, context) == last:
+                mids = {(b, c, c + s.new_tokens / 2): kept(found[b, c]) for b, c in fitted}
+                bare = [mean(some) for all_of_one in steps.values() for some in zip(*all_of_one)]
                 try:
                     calibrated = fit(self.methods.model, bare, mids, not replayed, inner)
                 except ValueError as why:  # the measurements are kept without a model
                     progress(f"no model: {why}", stays=True)
             rows = [
                 *left_out,
-                *grid_rows(found, fitted, calibrated, s.new_tokens, self.taus),
+                *grid_rows(
+                    {p: kept(some) for p, some in found.items()}, fitted, calibrated, s.new_tokens, self.taus
+                ),
                 *constants(calibrated, bare),
             ]
             told(rows)
@@ -154,37 +174,45 @@ class Grid:
                 for _ in range(3):  # the last two are alike, and shapes are captured when they occur again
                     steady(decoder, [group], s.new_tokens)
         lengths, chain = (K, max(methods.lengths)), K if replayed else 0
-        return timed_steps(decoders, group, context, lengths, BARE_REPEATS, methods.model, chain)
+        repeats = ceil(BARE_REPEATS / s.visits)
+        return timed_steps(decoders, group, context, lengths, repeats, methods.model, chain)
 
-    def point(self, groups: list[Group], context: int) -> list[Measured]:
-        """All methods alternately at k = 4 and the two most promising k, which short warm-up runs determine."""
+    def chosen(self, groups: list[Group], context: int) -> list[Measured]:
+        """What is measured at a point, without runs: all methods at k = 4 and the two most promising k, which short warm-up runs determine."""
         s, methods = self.s, self.methods
-        far, unlike = max(methods.lengths, key=lambda k: abs(k - K)), turns(s.repeats) + 1
+        far = max(methods.lengths, key=lambda k: abs(k - K))
         cases = [Measured("plain", 0, [])]
-        steady(methods.decoder("plain", 0), groups, s.new_tokens)
         for method in methods.names[1:]:
             near, off = (Measured(method, k, []) for k in (K, far))
-            if far == K:  # nothing to choose; shapes are captured when they occur again
-                for _ in range(2):
-                    steady(methods.decoder(method, K), groups, s.new_tokens)
-                cases.append(Measured(method, K, []))
+            if far == K:  # nothing to choose
+                cases.append(near)
                 continue
             for turn in range(WARM):
                 for case in (near, off):
-                    run = steady(methods.decoder(method, case.k), groups, s.new_tokens, turn=unlike + turn)
+                    run = steady(methods.decoder(method, case.k), groups, s.new_tokens, turn=UNTIMED + turn)
                     if turn:
                         case.runs.append(run)
             taus = None if self.taus is None else [self.taus.tau(method, context, k) for k in methods.lengths]
-            chosen = {K, *promising(near, off, methods.lengths, taus)}
-            cases += [Measured(method, k, []) for k in sorted(chosen)]
-        least, began, turn = SHORT if self.least is None else self.least, perf_counter(), 0
-        while turn < s.repeats or (turn < turns(s.repeats) and perf_counter() - began < least):
+            ks = {K, *promising(near, off, methods.lengths, taus)}
+            cases += [Measured(method, k, []) for k in sorted(ks)]
+        return cases
+
+    def visit(self, cases: list[Measured], groups: list[Group], visit: int = 0) -> list[Measured]:
+        """Cases with further runs, in turn: their share of the repeats, after runs that warm up: one of each, and at the first visit two, as shapes are captured when they occur again."""
+        s = self.s
+        for turn, case in product(range(1 if visit else 2), cases):
+            steady(
+                self.methods.decoder(case.method, case.k), groups, s.new_tokens, turn=UNTIMED + WARM + turn
+            )
+        repeats, least = ceil(s.repeats / s.visits), (SHORT if self.least is None else self.least) / s.visits
+        runs: list[list[Run]] = [[] for _ in cases]
+        began, turn = perf_counter(), 0
+        while turn < repeats or (turn < turns(repeats) and perf_counter() - began < least):
             turn += 1
-            for case in cases:
+            for case, some in zip(cases, runs):
                 progress(f"{case.method}, k = {case.k} ({turn})")
-                case.runs.append(self.run(case, groups, turn))
-        # Runs that captured a shape are excluded, unless there are no others.
-        return [replace(case, runs=[r for r in case.runs if not r.captured] or case.runs) for case in cases]
+                some.append(self.run(case, groups, visit * turns(repeats) + turn))
+        return [replace(case, runs=case.runs + some) for case, some in zip(cases, runs)]
 
     def run(self, case: Measured, groups: list[Group], turn: int) -> Run:
         """One timed run of a method at its k, with the random numbers of a turn."""
@@ -195,8 +223,18 @@ class Grid:
         return replace(run, captured=any(all(p is not q for q in before) for p in captured(*parts)))
 
 
+def kept(cases: Sequence[Measured]) -> list[Measured]:
+    """Cases without the runs that captured a shape, unless there are no others."""
+    return [replace(case, runs=[r for r in case.runs if not r.captured] or case.runs) for case in cases]
+
+
+def mean(some: Sequence[Bare]) -> Bare:
+    """One step of several visits, with its mean seconds."""
+    return some[0]._replace(seconds=fmean(one.seconds for one in some))
+
+
 def turns(repeats: int) -> int:
-    """The most repeats of a point whose runs are short."""
+    """The most repeats of a visit whose runs are short."""
     return 4 * repeats if repeats > 1 else 1
 
 

@@ -62,12 +62,14 @@ def estimate(
         return small.feed + share * (large.feed - small.feed), small.run + share * (large.run - small.run)
 
     drafts, lengths = len(grid.methods.names) - 1, len(grid.methods.lengths)
-    cases, warm = 1 + drafts * min(KS, lengths), drafts * (2 * WARM if lengths > 1 else 2)
+    cases = 1 + drafts * min(KS, lengths)
+    warm = (s.visits + 1) * cases + (drafts * 2 * WARM if lengths > 1 else 0)
+    share = ceil(s.repeats / s.visits)
     total = 0.0
     for batch, context in s.points:
         feed, run = at(max(batch, LEAST_ROWS) * context)
-        repeats = min(max(s.repeats, ceil(SHORT / (cases * run))), turns(s.repeats))
-        total += feed + (cases * repeats + warm) * run
+        repeats = s.visits * min(max(share, ceil(SHORT / s.visits / (cases * run))), turns(share))
+        total += s.visits * feed + (cases * repeats + warm) * run
         if (batch, context) in s.corners:
             total += 2 * cases * run / s.new_tokens * BARE_REPEATS
     count = len(entries()[: recording.prompts]) * recording.per_prompt
