@@ -7,6 +7,9 @@ transformers runs plain ``generate``, assisted generation with its default sched
 prompt lookup. It assists one row at a time, so its batches are run row by row. Only decode time counts: from the end of the
 first token's round to the end of the last. All methods run alternately; figures are medians within this run.
 
+With --prompts, prompts are taken from the file's categories in turn, and there are rows by category (part: category): tau of every method, and tokens a
+second where prompts are decoded one at a time. At batch 1 there is at least one prompt of every category.
+
 share_of_ideal = speed / (tau x rows / (k t_d + t_v)), where t_d and t_v are the seconds of the draft's one-token forward and of the
 target's (k+1)-token forward, without sampling and bookkeeping. They are timed after each run that they are compared with, in the order
 of a round, so that each finds the processor's cache as the other model left it; the share is the median over repeats.
@@ -34,9 +37,9 @@ from specdec.lab.clock import Forwards, bare_round
 from specdec.lab.console import progress, short_errors, table
 from specdec.lab.loading import load, share_ids
 from specdec.lab.options import option, parse
-from specdec.lab.prompt_file import entries_from, pieces
+from specdec.lab.prompt_file import by_turns, entries_from, pieces
 from specdec.lab.recipe import Recipe
-from specdec.lab.runs import Case, Sample, decode, interleave
+from specdec.lab.runs import Case, Each, Sample, by_category, decode, interleave
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,10 @@ def main(s: Settings) -> None:
     other = not share_ids(own, tokenizer)
     draft = sd.HFModel(small, own if other else tokenizer)
     with short_errors():
-        some = pieces(entries_from(s.prompts), tokenizer, s.context, 1)[: max(*s.batches, 4)]
-    ids = [list(entry.given) for entry in some]
+        every = pieces(entries_from(s.prompts), tokenizer, s.context, 1)
+    kinds = len({entry.category for entry in every}) if s.prompts else 1
+    used = (by_turns(every) if s.prompts else every)[: max(*s.batches, 4, kinds)]
+    ids = [list(entry.given) for entry in used]
     if len(ids) < max(s.batches):
         raise SystemExit(
             f"only {len(ids)} prompts have {s.context} tokens: choose a smaller --context or --batches"
@@ -78,7 +83,8 @@ def main(s: Settings) -> None:
     rounds = {b: bare_round(target, draft, b, s.context + s.new_tokens // 2, s.length) for b in s.batches}
     for temperature in s.temperatures:
         for batch in s.batches:
-            some = ids[: max(batch, 4 - 4 % batch)]  # whole batches
+            wanted = max(4, kinds)
+            some = ids[: max(batch, wanted - wanted % batch)]  # whole batches
             drafting = {"vanilla": draft}
             if other:
                 by_text = sd.drafts.TextMatch(draft, tokenizer)
@@ -122,6 +128,12 @@ def main(s: Settings) -> None:
                 f"  batch {batch:>2}: vanilla is {mine / assisted:.2f} x the faster assisted generation, "
                 f"{mine / plain_speed:.2f} x plain generate"
             )
+    if s.prompts and len({entry.category for entry in used}) > 1:
+        parts = by_category(cases, [entry.category for entry in used])
+        rows += parts
+        print("\nby category:")
+        shown = ("engine", "method", "k", "batch", "temperature", "category", "prompts")
+        print(table(parts, (*shown, "tau", "tokens_per_second")))
     s.save(rows)
 
 
@@ -206,8 +218,9 @@ def generate(
     model: Any, some: list, rows: int, s: Settings, options: dict[str, Any], context: Callable[[], Any]
 ) -> Sample:
     """transformers' ``generate``, timed by a stopping criterion that only reads the clock."""
-    tokens, seconds, ids = 0, 0.0, []
+    tokens, seconds, ids, each = 0, 0.0, [], list[Each]()
     rounds = 0
+    plain = not ({"assistant_model", "prompt_lookup_num_tokens"} & options.keys())
     torch.manual_seed(s.seed)
     for i in range(0, len(some), rows):
         batch = torch.tensor(some[i : i + rows])
@@ -231,8 +244,11 @@ def generate(
         seconds += end - start
         rounds += len(marks) - 1
         ids += out[:, s.context :].tolist()
-    plain = not ({"assistant_model", "prompt_lookup_num_tokens"} & options.keys())
-    return Sample(tokens, seconds, ids, 1.0 if plain else tokens / rounds)
+        alone = end - start if rows == 1 else None
+        each += [Each(last - first, last - first if plain else len(marks) - 1, last - first, alone)] * len(
+            batch
+        )
+    return Sample(tokens, seconds, ids, 1.0 if plain else tokens / rounds, each=each)
 
 
 @contextlib.contextmanager

@@ -9,8 +9,9 @@ multiplier = tau x plain round / round. tau is noise-free: expected tokens a rou
 every method, context and k, before anything is timed. Rounds are timed from the second after the prefill until the batch has made
 --new-tokens more tokens per row on average; no row leaves before, as the model assumes. Methods alternate at each grid point, with the same
 prompts and fresh random numbers in every repeat. Repeats are short and many (--repeats, or up to four times as many if rounds are short), so that a slow
-second of the machine hits all methods; figures are means without the slowest and the fastest tenth of them.
-Intervals are 95 % bootstraps over packages (for tau) and repeats (for times). ratio: SPIRe over every other draft, paired.
+second of the machine hits all methods; all points are visited six times, so that a slow minute hits all points. Figures are means without the slowest and the
+fastest tenth. Intervals are 95 % bootstraps over packages (for tau), and over visits and their repeats (for times).
+ratio: SPIRe over every other draft, paired.
 
 --executor ahead (with --graphs) runs all methods as whole captured rounds, launched a round ahead, and leaves out those that have none. A round
 is always in flight there, so the clock runs from the first round's verdict on.

@@ -26,8 +26,9 @@ from specdec.lab.errors import LIMITS, relative, worst
 from specdec.lab.loading import load_draft
 from specdec.lab.options import option, parse
 from specdec.lab.processes import apart
+from specdec.lab.prompt_file import Entry, by_turns
 from specdec.lab.report import command, write
-from specdec.lab.runs import Case, Sample, decode, interleave
+from specdec.lab.runs import Case, Each, Sample, by_category, decode, interleave
 from specdec.lab.simulated import BLOCK, acceptance, oracle
 from specdec.lab.workload import DISTRIBUTIONS, lengths
 from specdec.stats import Stats
@@ -236,6 +237,46 @@ def test_cases_take_turns_and_make_one_row():
         0.9,
     )
     assert row["peak_bytes"] is None or row["peak_bytes"] >= 0
+
+
+def test_rows_by_category_of_prompts_that_are_decoded_alone_or_together():
+    """Speeds count all tokens, and are medians."""
+    alone = [
+        Sample(9, 9.0, [], each=[Each(4, 2, 5, s), Each(3, 3, 3, 1.0), Each(2, 1, 4, 2 * s)])
+        for s in (1.0, 2.0, 8.0)
+    ]
+    together = [Sample(9, 2.0, [], each=[Each(4, 2, 5), Each(3, 3, 3)])]
+    cases = [
+        Case("specdec", name, batch, 8, 0.0, lambda: None, 4, samples)
+        for name, batch, samples in (("one", 1, alone), ("both", 2, together))
+    ]
+    rows = by_category(cases, ["code", "prose", "code"])
+    found = [
+        (r["part"], r["method"], r["category"], r["prompts"], r["tau"], r["tokens_per_second"]) for r in rows
+    ]
+    assert found == [
+        ("category", "one", "code", 2, 2.0, 1.5),  # 6 tokens in 3 rounds; 9 in 3, 6 and 24 seconds
+        ("category", "one", "prose", 1, 1.0, 3.0),
+        ("category", "both", "code", 1, 2.0, None),
+        ("category", "both", "prose", 1, 1.0, None),
+    ]
+    target, prompts = sd.TableModel.random(4, 1, seed=1), [[0], [1], [2]]
+    decoder = sd.decoder(target).draft(sd.TableModel.random(4, 1, seed=2), 2).build()
+    for batch in (1, 3):
+        made = decode(decoder, prompts, batch, 8, seed=5)
+        out = decoder.generate(prompts, 8, seed=[5, 6, 7], eos_token_id=())
+        counts = [(s.full_tokens, s.full_rounds, s.tokens - s.prefill_tokens) for s in out.row_stats]
+        assert [one[:3] for one in made.each] == counts
+        assert all((one.seconds is None) == (batch == 3) for one in made.each)
+        assert made.tau == sum(e.tokens for e in made.each) / sum(e.rounds for e in made.each)
+    case = Case("specdec", "x", 1, 1, 1.0, lambda: None, 2, [decode(decoder, prompts, 1, 8, seed=5)])
+    (row,) = by_category([case], ["all"] * 3)
+    assert (row["tau"], row["tokens_per_second"]) == (case.tau, pytest.approx(case.speed))
+
+
+def test_a_few_prompts_are_of_all_categories():
+    every = [Entry((text,), category) for text, category in zip("abcdef", ("x", "x", "x", "y", "z", "y"))]
+    assert "".join(entry.turns[0] for entry in by_turns(every)) == "adebfc"
 
 
 def test_another_process_has_another_environment(monkeypatch):

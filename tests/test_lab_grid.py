@@ -342,23 +342,21 @@ def test_the_time_of_a_grid_is_told_in_advance(monkeypatch):
     expected = 0.0
     for tokens in (40, 80, 80, 160):
         feed, run = points[tokens]
-        expected += (
-            feed + 2 * run * 2 + 2 * run * 2 + 2 * 2 * run / settings.new_tokens * grid_plan.BARE_REPEATS
-        )
+        bare = 2 * 2 * run / settings.new_tokens
+        expected += feed + 2 * run * 2 + 2 * run * 2 + bare * (grid_plan.BARE_REPEATS + 2)
     assert measured == pytest.approx(expected)
     assert recorded == pytest.approx(grid_plan.SCORING * (2 * 30 + 2 * 40) / 40)
     monkeypatch.setattr(grid_plan, "SHORT", 1e9)  # short runs are repeated
     more = sum(2 * 6 * run for _, run in points.values()) + 2 * 6 * points[80][1]
     assert estimate(grid, Recording(prompts=2), probes)[1] == pytest.approx(expected + more)
     monkeypatch.setattr(grid_plan, "SHORT", 0)
-    settings = replace(settings, repeats=20)  # five visits of four
+    settings = replace(settings, repeats=18)  # six visits of three
     grid = SimpleNamespace(s=settings, methods=methods)
     visited = 0.0
     for tokens in (40, 80, 80, 160):
         feed, run = points[tokens]
-        visited += (
-            5 * feed + 2 * run * 20 + 2 * run * 6 + 2 * 2 * run / settings.new_tokens * grid_plan.BARE_REPEATS
-        )
+        bare = 2 * 2 * run / settings.new_tokens
+        visited += 6 * feed + 2 * run * 18 + 2 * run * 7 + bare * (grid_plan.BARE_REPEATS + 12)
     assert estimate(grid, Recording(prompts=2), probes)[1] == pytest.approx(visited)
     assert turns(2) == 8
     assert turns(1) == 1

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from specdec.lab.captured import captured, keepers, replay_of_a_chain
 from specdec.lab.grid import promising
 from specdec.lab.grid_rows import grid_rows
 from specdec.lab.grid_summary import at_k, summary, winner
+from specdec.lab.multipliers import round_seconds
 from specdec.lab.pipeline import Comparison, timed, waited
 from specdec.lab.prefill import group, prefilled
 from specdec.lab.stages import Stages, profile, sides
@@ -242,54 +244,128 @@ def test_runs_that_captured_a_shape_are_left_out(monkeypatch):
     assert found == {"plain": [4, 5], "unlucky": [3, 4, 5], "lucky": [3, 4, 5]}  # those before warm up
 
 
-def test_every_point_is_visited_several_times_and_its_repeats_are_shared_out(monkeypatch):
-    """The model is fitted to the runs of all visits, and no two runs of a case have the same random numbers."""
-    ran, fits, fed = [], [], []
+@pytest.fixture
+def laboratory(monkeypatch):
+    """A grid whose runs, steps and fits are made up: ``ran``, ``fed`` and ``fits`` list them. A clock ticks with every run."""
+    made = SimpleNamespace(
+        ran=[], fed=[], fits=[], programs=[], capture=lambda *run: False, fail=lambda fits: False, time=0
+    )
 
     def steady(decoder, groups, new_tokens, turn=0):
-        ran.append((groups[0], decoder.name, decoder.k, turn))
+        made.time += 1
+        run = (groups[0], decoder.name, decoder.k, turn)
+        made.ran.append(run)
+        if made.capture(*run):
+            made.programs.append(object())
         stats = Stats(reached=Counter(range(8)), accepted_at=Counter(range(8)))
-        return Run(1, float(1 + turn % 5), 1, stats)
+        return Run(len(made.programs), float(1 + turn % 5), 1, stats)
 
     def groups(batch, context):
-        fed.append((batch, context))
+        made.fed.append((batch, context))
         return [(batch, context)]
 
-    def fit(model, bare, rounds, apart, leave_out):
-        fits.append((bare, {at: [len(m.runs) for m in some] for at, some in rounds.items()}))
-        raise ValueError("too few")
+    def timed_steps(decoders, at, *more):
+        visit = len(made.fed)
+        return [Bare("target", *at, 1, None, float(visit), times=(float(visit), visit + 10.0))]
 
-    monkeypatch.setattr(grid, "steady", steady)
-    monkeypatch.setattr(grid, "captured", lambda *parts: [])
-    monkeypatch.setattr(grid, "SHORT", 0)
-    monkeypatch.setattr(grid, "fit", fit)
-    visits = iter(range(100))
-    monkeypatch.setattr(
-        grid, "timed_steps",
-        lambda decoders, at, *more: [Bare("target", *at, 1, None, float(next(visits)))],
-    )  # fmt: skip
-    methods = SimpleNamespace(
+    def fit(model, bare, rounds, apart, leave_out):
+        made.fits.append(
+            (bare, {at: [len(m.runs) for m in some] for at, some in rounds.items()}, [*leave_out])
+        )
+        if made.fail(len(made.fits)):
+            raise ValueError("too few")
+        number = float(len(made.fits))
+        return SimpleNamespace(
+            multiplier=lambda *at: number, seconds=lambda *at: number, machine=MagicMock(), error=0.0, errors={},
+            hosts={}, executor="serial",
+        )  # fmt: skip
+
+    for name, value in {"steady": steady, "timed_steps": timed_steps, "fit": fit, "SHORT": 0}.items():
+        monkeypatch.setattr(grid, name, value)
+    monkeypatch.setattr(grid, "captured", lambda *parts: list(made.programs))
+    monkeypatch.setattr(grid, "perf_counter", lambda: float(made.time))
+    made.methods = SimpleNamespace(
         names=["plain", "vanilla", "spire"], lengths=[2, 4, 8], left_out={}, groups=groups, model=None,
         decoder=lambda method, k, *more: SimpleNamespace(name=method, k=k, draft=None, target=None),
     )  # fmt: skip
-    s = grid.GridSettings(batches=(1, 2), contexts=(8, 16), repeats=10)
-    rows = grid.Grid(s, methods).measure(lambda some: None)
-    assert s.visits == 5
-    assert fed == s.order(s.fitted) * s.visits
-    assert len(fits) == s.visits
-    bare, rounds = fits[-1]
-    assert [b.seconds for b in bare] == [
-        8,
-        9,
-        10,
-        11,
-    ]  # the means of 0, 4, ... 16; of 1, 5, ... 17; and so on
-    assert rounds.keys() == {(b, c, c + 3.0) for b, c in s.points}
-    assert {n for some in rounds.values() for n in some} == {10}
-    counted = [r for r in ran if r[3] < grid.UNTIMED]
-    assert len({*counted}) == len(counted) == sum(len(some) for some in rounds.values()) * 10
-    assert {r["repeats"] for r in rows if r["part"] == "grid"} == {10}
-    assert grid.GridSettings(repeats=3).visits == grid.GridSettings(seconds=60.0).visits == 1
+    return made
+
+
+def test_every_point_is_visited_several_times(laboratory):
+    """The model is fitted to the runs of all visits, and no two runs of a case have the same random numbers."""
+    s = grid.GridSettings(batches=(1, 2, 4, 8), contexts=(8, 16, 32), repeats=13)
+    told = []
+    rows = grid.Grid(s, laboratory.methods).measure(lambda some: told.append(some))
+    assert s.visits == 6
+    assert s.inner == [(4, 16)]
+    order = s.order(s.fitted)
+    assert laboratory.fed == order * 6
+    assert len(told) == len(order) + 5  # at every point, and then after every visit
+    assert told[-1] == rows
+    assert len(laboratory.fits) == 6
+    bare, rounds, inner = laboratory.fits[-1]
+    assert inner == s.inner
+    # Of a point at place p among all: visits 6 times, 2 times each; a tenth at each end is left out.
+    places = [1 + order.index(p) for p in order if p in s.corners]
+    n = len(order)
+    for one, place in zip(bare, places):
+        times = sorted(t for v in range(6) for t in (place + v * n, place + v * n + 10))
+        assert sorted(one.times) == times
+        assert one.seconds == pytest.approx(sum(times[1:-1]) / 10)
+    assert rounds.keys() == {(b, c, c + 3.0) for b, c in s.fitted}
+    assert {n for some in rounds.values() for n in some} == {13}
+    counted = [r for r in laboratory.ran if r[3] < grid.UNTIMED]
+    assert len({*counted}) == len(counted)
+    measured = [r for r in rows if r["part"] == "grid"]
+    assert {(r["batch"], r["context"]) for r in measured} == {*s.points}
+    assert {r["repeats"] for r in measured} == {13}
+    assert {r["modelled"] for r in measured} == {6.0}  # of the last fit
+    one = laboratory.methods.names
+    cases = grid.Grid(s, laboratory.methods).visit([Measured(one[0], 0, [])], [(1, 8)], 3)
+    assert [run.visit for run in cases[0].runs] == [3, 3]
+
+
+def test_a_model_that_cannot_be_fitted_again_is_dropped(laboratory):
+    """Runs that captured a shape do not count."""
+    laboratory.fail = lambda fits: fits > 1
+    s = grid.GridSettings(batches=(1, 2), contexts=(8, 16), repeats=6)
+    laboratory.capture = lambda at, method, k, turn: (
+        (at, method, turn) == ((2, 8), "spire", 24 + 1)
+    )  # of visit 1
+    rows = grid.Grid(s, laboratory.methods).measure(lambda some: None)
+    measured = [r for r in rows if r["part"] == "grid"]
+    assert {r["modelled"] for r in measured} == {None}
+    assert not [r for r in rows if r["part"] == "constant"]
+    few = {(r["batch"], r["context"], r["method"]) for r in measured if r["repeats"] < 6}
+    assert few == {(2, 8, "spire")}
+
+
+def test_the_repeats_of_a_visit(laboratory, monkeypatch):
+    assert [grid.share(n, v, 6) for n in (6, 13) for v in range(6)] == [1] * 6 + [2, 2, 2, 2, 2, 3]
+    assert grid.GridSettings(repeats=5).visits == grid.GridSettings(seconds=60.0).visits == 1
+    monkeypatch.setattr(grid, "SHORT", 12.0)  # a visit has 2 s, and a run takes 1
+    for repeats, runs in ((6, 2), (18, 3)):
+        lab = grid.Grid(grid.GridSettings(repeats=repeats), laboratory.methods)
+        (case,) = lab.visit([Measured("plain", 0, [])], [(1, 8)], 1)
+        assert len(case.runs) == runs
+    monkeypatch.setattr(grid, "SHORT", 1e9)  # at most four times the repeats
+    (case,) = lab.visit([Measured("plain", 0, [])], [(1, 8)], 1)
+    assert len(case.runs) == 12
+
+
+def test_intervals_are_wider_if_visits_differ():
+    """And equal for equal runs, however they are visited; two cases have the same visits and repeats drawn."""
+
+    def case(seconds, visit):
+        return Measured("x", 4, [Run(1, s, 1, Stats(), visit=visit(i)) for i, s in enumerate(seconds)])
+
+    rough = [1.0 + (i // 3) for i in range(18)]  # as slow as the number of the visit
+    apart, mixed = (round_seconds(case(rough, visit)) for visit in (lambda i: i // 3, lambda i: 0))
+    assert apart.std() > 1.4 * mixed.std()
+    assert apart.mean() == pytest.approx(mixed.mean(), rel=0.03)
+    double = round_seconds(case([2 * s for s in rough], lambda i: i // 3))
+    assert double == pytest.approx(2 * apart)
+    assert round_seconds(case([1.0] * 7, lambda i: i % 2)).tolist() == [1.0] * len(apart)
 
 
 # -- pipelines -----------------------------------------------------------------------------------------------------------------

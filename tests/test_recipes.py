@@ -250,6 +250,37 @@ def test_bench(tmp_path):
 
 
 @pytest.mark.slow
+def test_bench_on_prompts_of_ones_own(tmp_path):
+    """Rows by category; of a file whose first prompts are of one category, all categories are used."""
+    own, file = tmp_path / "own.jsonl", tmp_path / "b.json"
+    kinds = ["code"] * 6 + ["prose"] * 2
+    lines = [{"prompt": text, "category": kind} for text, kind in zip(prompts(n=8), kinds)]
+    own.write_text("\n".join(map(json.dumps, lines)))
+    sizes = [
+        "--batches",
+        "1",
+        "2",
+        "--context",
+        "24",
+        "--new-tokens",
+        "16",
+        "--repeats",
+        "1",
+        "--temperatures",
+        "0",
+    ]
+    said = run("recipes/bench.py", "--prompts", str(own), *sizes, "--json", str(file))
+    rows = report(file)
+    whole, parts = ([r for r in rows if ("part" in r) == part] for part in (False, True))
+    assert len(parts) == 2 * len(whole) == 2 * 2 * 7
+    assert {(r["category"], r["prompts"]) for r in parts} == {("code", 2), ("prose", 2)}
+    assert all(1 <= r["tau"] <= 5 for r in parts if r["k"] != "default")
+    alone = [r for r in parts if r["batch"] == 1]
+    assert all(r["tokens_per_second"] > 0 for r in alone)
+    assert "by category" in said
+
+
+@pytest.mark.slow
 def test_train_spire_continues_and_its_draft_is_evaluated(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n".join(prompts(n=9)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from specdec import drafts
@@ -56,19 +57,13 @@ def timed_steps(
             if method != "plain":
                 names.append((method, 1))
                 steps.append(chains.get(method) or _draft_step(decoder.draft, cache, text, group.context))
-    seconds = in_turn(steps, repeats, take=middle)
-    return [
-        Bare(
-            what,
-            B,
-            context,
-            n,
-            model.step(what, B, context, n),
-            s / (step.forwards if isinstance(step, Replay) else 1),
-            chains.get(what) is step,
-        )
-        for (what, n), step, s in zip(names, steps, seconds)
-    ]
+    times = in_turn(steps, repeats, take=list)
+    made = []
+    for (what, n), step, every in zip(names, steps, times):
+        each = np.array(every) / (step.forwards if isinstance(step, Replay) else 1)
+        about = what, B, context, n, model.step(what, B, context, n), float(middle(each))
+        made.append(Bare(*about, chains.get(what) is step, tuple(each.tolist())))
+    return made
 
 
 def _draft_step(draft: Any, target_cache: Any, text: Context, prompt: Context) -> Callable[[], Any]:

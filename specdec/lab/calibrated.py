@@ -71,6 +71,7 @@ class Bare(NamedTuple):
     step: Step
     seconds: float
     replayed: bool = False  # a forward's share of a captured chain, draws included
+    times: tuple[float, ...] = ()  # of the repeats, whose middle is ``seconds``
 
 
 class Around(NamedTuple):

@@ -47,8 +47,8 @@ def in_turn(
     repeats: int,
     warmups: int = 2,
     before: Callable[[int], Any] = lambda number: None,
-    take: Callable[[list[float]], float] = median,
-) -> list[float]:
+    take: Callable[[list[float]], Any] = median,
+) -> list[Any]:
     """Median seconds of each call, or what ``take`` makes of its repeats. Calls alternate, so that a slow minute of the machine affects all of them.
 
     Args:

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import ceil
 from operator import mul
-from statistics import fmean
 from time import perf_counter
 
 from specdec.lab.bare import timed_steps
 from specdec.lab.calibrated import Bare, Calibrated, fit
 from specdec.lab.captured import captured
+from specdec.lab.clock import middle
 from specdec.lab.console import progress
 from specdec.lab.grid_constants import constants
 from specdec.lab.grid_rows import K, Point, Row, grid_rows
@@ -30,11 +30,11 @@ from specdec.lab.options import option
 from specdec.lab.prefill import Group
 from specdec.lab.steady import Measured, Run, steady
 
-VISITS = 5
+VISITS = 6
 """Visits of every point, among which its repeats are shared out."""
 SHORT = 8.0
 """The least seconds of a point's measurements, by default: more repeats are run until then, at most ``turns``."""
-BARE_REPEATS = 20
+BARE_REPEATS = 24
 UNTIMED = 10**6
 """The first turn of runs that are not counted, whose random numbers occur in no other."""
 WARM = 3
@@ -47,9 +47,10 @@ class GridSettings(MethodSettings):
 
     batches: tuple[int, ...] = option((1, 2, 4, 8, 16, 32), "rows at a time")
     new_tokens: int = option(6, "new tokens per row, on average, of a run")
-    repeats: int = option(20, "timed runs of each method")
+    repeats: int = option(18, "timed runs of each method")
     seconds: float = option(
-        float("inf"), "begin no grid point after this time; the corners come first (default: no limit)"
+        float("inf"),
+        "visit no grid point after this time, and each only once; the corners come first (default: no limit)",
     )
 
     @property
@@ -149,11 +150,14 @@ class Grid:
             del groups
             if fitted <= set(found) and (batch, context) == last:
                 mids = {(b, c, c + s.new_tokens / 2): kept(found[b, c]) for b, c in fitted}
-                bare = [mean(some) for all_of_one in steps.values() for some in zip(*all_of_one)]
+                bare = [pooled(some) for all_of_one in steps.values() for some in zip(*all_of_one)]
+                calibrated = None
                 try:
                     calibrated = fit(self.methods.model, bare, mids, not replayed, inner)
                 except ValueError as why:  # the measurements are kept without a model
                     progress(f"no model: {why}", stays=True)
+            if visit and done % len(points):  # intervals take a while
+                continue
             rows = [
                 *left_out,
                 *grid_rows(
@@ -198,20 +202,21 @@ class Grid:
         return cases
 
     def visit(self, cases: list[Measured], groups: list[Group], visit: int = 0) -> list[Measured]:
-        """Cases with further runs, in turn: their share of the repeats, after runs that warm up: one of each, and at the first visit two, as shapes are captured when they occur again."""
+        """Cases with further runs, in turn: their share of the repeats, after runs that warm up: one of each, and two where shapes are captured, when they occur again."""
         s = self.s
-        for turn, case in product(range(1 if visit else 2), cases):
+        for turn, case in product(range(1 if visit and not s.graphs else 2), cases):
             steady(
                 self.methods.decoder(case.method, case.k), groups, s.new_tokens, turn=UNTIMED + WARM + turn
             )
-        repeats, least = ceil(s.repeats / s.visits), (SHORT if self.least is None else self.least) / s.visits
+        V, most = s.visits, turns(s.repeats)
+        repeats, least = share(s.repeats, visit, V), (SHORT if self.least is None else self.least) / V
         runs: list[list[Run]] = [[] for _ in cases]
         began, turn = perf_counter(), 0
-        while turn < repeats or (turn < turns(repeats) and perf_counter() - began < least):
+        while turn < repeats or (turn < most // V and perf_counter() - began < least):
             turn += 1
             for case, some in zip(cases, runs):
                 progress(f"{case.method}, k = {case.k} ({turn})")
-                some.append(self.run(case, groups, visit * turns(repeats) + turn))
+                some.append(replace(self.run(case, groups, visit * most + turn), visit=visit))
         return [replace(case, runs=case.runs + some) for case, some in zip(cases, runs)]
 
     def run(self, case: Measured, groups: list[Group], turn: int) -> Run:
@@ -228,13 +233,19 @@ def kept(cases: Sequence[Measured]) -> list[Measured]:
     return [replace(case, runs=[r for r in case.runs if not r.captured] or case.runs) for case in cases]
 
 
-def mean(some: Sequence[Bare]) -> Bare:
-    """One step of several visits, with its mean seconds."""
-    return some[0]._replace(seconds=fmean(one.seconds for one in some))
+def pooled(some: Sequence[Bare]) -> Bare:
+    """One step of several visits; those of another kind than the last, replayed or not, are left out."""
+    times = tuple(t for one in some if one.replayed == some[-1].replayed for t in one.times)
+    return some[-1]._replace(seconds=float(middle(times)), times=times)
+
+
+def share(repeats: int, visit: int, visits: int) -> int:
+    """How many of the repeats are those of a visit."""
+    return repeats * (visit + 1) // visits - repeats * visit // visits
 
 
 def turns(repeats: int) -> int:
-    """The most repeats of a visit whose runs are short."""
+    """The most repeats of a point whose runs are short."""
     return 4 * repeats if repeats > 1 else 1
 
 

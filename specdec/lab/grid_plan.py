@@ -63,15 +63,14 @@ def estimate(
 
     drafts, lengths = len(grid.methods.names) - 1, len(grid.methods.lengths)
     cases = 1 + drafts * min(KS, lengths)
-    warm = (s.visits + 1) * cases + (drafts * 2 * WARM if lengths > 1 else 0)
-    share = ceil(s.repeats / s.visits)
+    warm = (2 * s.visits if s.graphs else s.visits + 1) * cases + (drafts * 2 * WARM if lengths > 1 else 0)
     total = 0.0
     for batch, context in s.points:
         feed, run = at(max(batch, LEAST_ROWS) * context)
-        repeats = s.visits * min(max(share, ceil(SHORT / s.visits / (cases * run))), turns(share))
+        repeats = min(max(s.repeats, ceil(SHORT / (cases * run))), turns(s.repeats))
         total += s.visits * feed + (cases * repeats + warm) * run
         if (batch, context) in s.corners:
-            total += 2 * cases * run / s.new_tokens * BARE_REPEATS
+            total += 2 * cases * run / s.new_tokens * (BARE_REPEATS + 2 * s.visits)
     count = len(entries()[: recording.prompts]) * recording.per_prompt
     recorded = sum(at(count * (context + 4 * recording.positions))[0] for context in s.contexts)
     return SCORING * recorded, total

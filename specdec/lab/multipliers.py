@@ -134,10 +134,14 @@ def packages_of(texts: Texts, prompts: int | None = None) -> np.ndarray:
 
 
 def round_seconds(case: Measured, draws: int = DRAWS) -> np.ndarray:
-    """``[draws]``: seconds of a round over repeats drawn with replacement (``clock.middle``), the same turns for every method of a point."""
-    seconds = np.array([run.round_seconds for run in case.runs])
-    picks = np.random.default_rng(1).integers(0, len(seconds), (draws, len(seconds)))
-    return np.asarray(middle(seconds[picks]))
+    """``[draws]``: seconds of a round (``clock.middle``), over visits drawn with replacement, and then repeats of each, the same for every method of a point."""
+    runs = sorted(case.runs, key=lambda run: run.visit)
+    seconds = np.array([run.round_seconds for run in runs])
+    _, first, count = np.unique([run.visit for run in runs], return_index=True, return_counts=True)
+    draw = np.random.default_rng(1)
+    visit = draw.integers(0, len(first), (draws, len(first), 1))
+    place = draw.random((draws, len(first), count.max())) * count[visit]
+    return np.asarray(middle(seconds[first[visit] + place.astype(np.int64)].reshape(draws, -1)))
 
 
 def interval(drawn: np.ndarray | None) -> tuple[float | None, float | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -131,6 +132,16 @@ def shipped(count: int | None = None, split: str = "test") -> list[Entry]:
 def entries_from(path: str | Path | None) -> list[Entry]:
     """The prompts of a file, or the shipped ones."""
     return shipped() if path is None else read(path)
+
+
+def by_turns(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries with categories in turn, so that a few of them are of all categories; in order within each."""
+    seen = Counter[str]()
+    places = []
+    for number, entry in enumerate(entries):
+        places.append((seen[entry.category], number))
+        seen[entry.category] += 1
+    return [entries[number] for _, number in sorted(places)]
 
 
 def prompt_entries(path: str | Path | None, tokenizer: Any, longest: int) -> list[Entry]:

@@ -7,11 +7,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from specdec.decoder import Decoder
 from specdec.lab.peak import Peak
 from specdec.types import Round
+
+
+class Each(NamedTuple):
+    """One prompt of a run.
+
+    Attributes:
+        tokens, rounds: of the rounds that count for τ. made: tokens of all rounds. seconds: its own, where prompts are decoded one at a time.
+    """
+
+    tokens: int
+    rounds: int
+    made: int
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -20,7 +33,7 @@ class Sample:
 
     Attributes:
         tau: tokens per round and row. full: seconds, tokens and rows times rounds, over the rounds in which no row of the batch had
-            ended or was about to. stages: seconds of these rounds by stage.
+            ended or was about to. stages: seconds of these rounds by stage. each: the prompts, in order.
     """
 
     tokens: int
@@ -30,6 +43,7 @@ class Sample:
     peak_bytes: int | None = None
     full: tuple[float, int, int] = (0.0, 0, 0)
     stages: Counter[str] = field(default_factory=Counter)
+    each: list[Each] = field(default_factory=list)
 
     @property
     def speed(self) -> float:
@@ -72,6 +86,37 @@ class Case:
         }
 
 
+def by_category(cases: Sequence[Case], categories: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of every case and category: τ, and tokens a second where prompts were decoded one at a time.
+
+    Args:
+        categories: of the prompts, in order, as many as the longest case has.
+    """
+    rows = []
+    names = ("engine", "method", "batch", "context", "temperature", "k")
+    for case in cases:
+        prompts = len(case.samples[-1].each)
+        for category in sorted(set(categories[:prompts])):
+            mine = [i for i in range(prompts) if categories[i] == category]
+            last = [case.samples[-1].each[i] for i in mine]
+            tokens, rounds = sum(one.tokens for one in last), sum(one.rounds for one in last)
+            speeds = [_speed([sample.each[i] for i in mine]) for sample in case.samples]
+            row = {"part": "category", **{name: getattr(case, name) for name in names}, "category": category}
+            row |= {"prompts": len(mine), "tau": tokens / rounds if rounds else None}
+            row["tokens_per_second"] = median(found) if (found := [s for s in speeds if s]) else None
+            rows.append(row)
+    return rows
+
+
+def _speed(each: Sequence[Each]) -> float | None:
+    seconds = [one.seconds for one in each if one.seconds is not None]
+    return (
+        sum(one.made for one in each) / total
+        if len(seconds) == len(each) and (total := sum(seconds))
+        else None
+    )
+
+
 def interleave(cases: Sequence[Case], repeats: int, tell: Callable[[str], None]) -> None:
     """Run all cases alternately, ``repeats`` times, so that a slow minute of the machine affects all of them.
 
@@ -101,7 +146,7 @@ def decode(
             f"the decoder, or its draft, has a temperature for each request, and requests are numbered from 0 in every batch: give one "
             f"temperature, or batch={len(prompts)}"
         )
-    tokens, seconds, ids = 0, 0.0, []
+    tokens, seconds, ids, each = 0, 0.0, [], list[Each]()
     full_tokens = full_rounds = 0
     full, stages = (0.0, 0, 0), Counter[str]()
     for i in range(0, len(prompts), batch):
@@ -124,9 +169,12 @@ def decode(
         if n > 0:
             made, rows = (sum(part) for part in zip(*all_in[1:]))
             full = (full[0] + marks[n] - marks[0], full[1] + made, full[2] + rows)
+        alone = marks[-1] - marks[0] if batch == 1 else None
+        for row in out.row_stats:
+            each.append(Each(row.full_tokens, row.full_rounds, row.tokens - row.prefill_tokens, alone))
         tokens += out.stats.tokens - out.stats.prefill_tokens
         full_tokens += out.stats.full_tokens
         full_rounds += out.stats.full_rounds
         ids += out.ids
     tau = full_tokens / full_rounds if full_rounds else None
-    return Sample(tokens, seconds, ids, tau, full=full, stages=stages)
+    return Sample(tokens, seconds, ids, tau, full=full, stages=stages, each=each)

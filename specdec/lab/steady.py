@@ -29,7 +29,7 @@ class Run:
     """One timed run of a method over all groups of prompts.
 
     Attributes:
-        captured: whether a shape was captured while the clock ran. executor: under which the rounds ran, ``"serial"`` or ``"ahead"``.
+        captured: whether a shape was captured while the clock ran. visit: of its grid point. executor: under which the rounds ran, ``"serial"`` or ``"ahead"``.
     """
 
     tokens: int
@@ -38,6 +38,7 @@ class Run:
     stats: Stats
     captured: bool = False
     executor: str = "serial"
+    visit: int = 0
 
     @property
     def speed(self) -> float:
