@@ -26,7 +26,7 @@ import specdec as sd
 from specdec import zoo
 from specdec.executors import Pipelined, Serial, Timeline, tune
 from specdec.lab.arms import pool_run
-from specdec.lab.console import progress, table
+from specdec.lab.console import progress, short_errors, table
 from specdec.lab.options import option, parse
 from specdec.lab.pipeline import Comparison
 from specdec.lab.recipe import Plotted
@@ -89,7 +89,12 @@ def main(s: Settings) -> list[dict[str, Any]]:
             tokens=16,
         )
     target = sd.HFModel(*zoo.load("pocket-target"))
-    compare = Comparison(s.micro_batches, s.workers, s.rounds, s.repeats, s.seed)
+    if min(s.batches) < 4:
+        raise SystemExit(
+            f"--batches {min(s.batches)}: give 4 rows or more, since the time model is fitted to a half and a quarter of them"
+        )
+    with short_errors():
+        compare = Comparison(s.micro_batches, s.workers, s.rounds, s.repeats, s.seed)
     out: list[dict[str, Any]] = []
     found: list[dict[str, Any]] = []
     for name in s.drafts:

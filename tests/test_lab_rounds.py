@@ -418,3 +418,12 @@ def test_a_comparison_has_a_row_for_every_mode():
     assert rows[0]["gain"] == 1
     assert rows[1]["gain"] == pytest.approx(rows[0]["milliseconds"] / rows[1]["milliseconds"])
     assert all(r["milliseconds"] > 0 < r["predicted"] for r in rows)
+
+
+def test_a_comparison_of_too_few_rows_or_rounds_is_refused():
+    for wrong in ({"rounds": 1}, {"repeats": 0}):
+        with pytest.raises(ValueError, match=f"^{next(iter(wrong))} is"):
+            Comparison(**wrong)
+    decoder = sd.decoder(sd.HFModel(tiny("llama", 0, torch.float32))).build()
+    with pytest.raises(ValueError, match=r"^the batch is 3: give 4 rows or more"):
+        Comparison(rounds=2, repeats=1).rows("tiny", decoder, [[1], [2], [3]])

@@ -163,6 +163,40 @@ def test_training_raises_acceptance_and_leaves_the_target(kind, tmp_path):
         assert torch.equal(mine, theirs), name  # rotary frequencies are not rounded on the way
 
 
+def test_a_run_that_its_user_ends_keeps_its_last_step(tmp_path, monkeypatch):
+    """Ctrl-C, long before a checkpoint is due; in the middle of an update nothing is kept."""
+    target, tokens = tiny("llama", num_hidden_layers=3).float(), text()
+    settings = Settings(steps=6, batch=4)
+
+    def draft():
+        return SpireModel.from_target(target, 1, window=8)
+
+    def ended(row):
+        if row["step"] == 4:
+            raise KeyboardInterrupt
+
+    whole, path = draft(), tmp_path / "c.pt"
+    uncut = train(whole, target, tokens, settings=settings, progress=False)
+    with pytest.raises(KeyboardInterrupt):
+        train(draft(), target, tokens, settings=settings, checkpoint=path, on_step=ended, progress=False)
+    part, steps = draft(), []
+    report = train(
+        part, target, tokens, settings=settings, checkpoint=path, on_step=steps.append, progress=False
+    )
+    assert [row["step"] for row in steps] == [5, 6]
+    assert (report.tokens, report.curve[-1]["loss"]) == (uncut.tokens, uncut.curve[-1]["loss"])
+    for mine, theirs in zip(part.parameters(), whole.parameters()):
+        assert torch.equal(mine, theirs)
+
+    def broken(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specdec.training.weights.Weights.update", broken)
+    with pytest.raises(KeyboardInterrupt):
+        train(draft(), target, tokens, settings=settings, checkpoint=tmp_path / "d.pt", progress=False)
+    assert not (tmp_path / "d.pt").exists()
+
+
 def test_an_interrupted_run_ends_as_a_whole_one(tmp_path):
     target, tokens = tiny("llama", num_hidden_layers=3).float(), text()
     settings = Settings(steps=8, batch=4, checkpoint_minutes=0)

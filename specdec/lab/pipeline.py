@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from specdec.arguments import at_least
 from specdec.cost.pipeline import TimeModel
 from specdec.decoder import Decoder
 from specdec.executors import Pipelined, Serial
@@ -44,6 +45,8 @@ class Comparison:
     Attributes:
         micro_batches: numbers above the batch are left out. workers: ``processes`` and ``threads``. rounds: timed rounds per run.
             repeats: runs of each mode, alternating, after one to warm up.
+    Raises:
+        ValueError: fewer than 2 rounds, or no repeat.
     """
 
     micro_batches: tuple[int, ...] = (2, 4)
@@ -51,6 +54,10 @@ class Comparison:
     rounds: int = 12
     repeats: int = 3
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(2, "rounds", self.rounds, "give 2 or more: runs of a part of the rows have half of them")
+        at_least(1, "repeats", self.repeats, "give at least 1")
 
     def modes(self, batch: int) -> dict[Mode, Any]:
         """The executors by mode; the serial one comes first."""
@@ -70,7 +77,15 @@ class Comparison:
 
         Args:
             name: of the draft. prompts: ids.
+        Raises:
+            ValueError: fewer than 4 prompts.
         """
+        at_least(
+            4,
+            "the batch",
+            len(prompts),
+            "give 4 rows or more: the time model is fitted to a half and a quarter of them",
+        )
         batch, modes = len(prompts), self.modes(len(prompts))
         times: dict[Mode, list[float]] = defaultdict(list)
         parts: dict[Mode, list[Part]] = defaultdict(list)

@@ -198,10 +198,18 @@ def train(
         "draft": checkpoints.described(draft),
     }
     run = Weights(draft, settings, device, ends)
+    recent: list[Tensor] = []
+    between = False  # two steps: what is kept then can be continued
+
+    def keep() -> None:
+        if path is not None and rank == 0:
+            done = {"tokens": report.tokens, "seconds": report.seconds, "curve": report.curve}
+            done["recent"] = [loss.cpu() for loss in recent]
+            checkpoints.save(path, {**run.state(), **done}, asdict(settings), identity)
+
     try:
         run.share(accelerator)
         judge = Judge(draft, loss, ends.logits, settings.compile)
-        recent: list[Tensor] = []
         if path is not None and path.exists():
             state = checkpoints.load(path, asdict(settings), identity)
             run.restore(state)
@@ -220,6 +228,7 @@ def train(
             disable=not (progress and rank == 0),
             mininterval=5,
         )
+        between = True  # two steps
         while run.step < settings.steps:
             which = order(len(source), settings.batch, settings.seed, run.step)[rank::world]
             places = range(run.step * settings.batch, (run.step + 1) * settings.batch)[rank::world]
@@ -227,12 +236,14 @@ def train(
             batch = source.take(which).to(device, settings.precision)
             value = judge(drafted(forward, draft, batch, draws), batch)
             value.backward()
+            between = False
             recent = [*recent[-49:], value.detach()]
             rate = settings.rate(run.step)
             run.update(rate, accelerator)
             run.step += 1
             report.tokens += settings.batch * (batch.tokens.shape[1] - 1)
             report.seconds = before + time.monotonic() - started
+            between = True
             bar.update()
             last = run.step == settings.steps
             if on_step is not None or accelerator.trackers:
@@ -257,16 +268,14 @@ def train(
                     accelerator.log({f"validation/{name}": value for name, value in row.items()}, run.step)
                 if on_validation is not None:
                     on_validation(row)
-            if (
-                path is not None
-                and rank == 0
-                and (last or time.monotonic() - saved > 60 * settings.checkpoint_minutes)
-            ):
-                done = {"tokens": report.tokens, "seconds": report.seconds, "curve": report.curve}
-                done["recent"] = [loss.cpu() for loss in recent]
-                checkpoints.save(path, {**run.state(), **done}, asdict(settings), identity)
+            if last or time.monotonic() - saved > 60 * settings.checkpoint_minutes:
+                keep()
                 saved = time.monotonic()
         bar.close()
+    except KeyboardInterrupt:
+        if between and run.step:
+            keep()
+        raise
     finally:
         run.finish()
     return report
