@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -251,8 +251,13 @@ def main(s: Settings) -> list[dict[str, Any]]:
         fixed = [name for name in drafts if alone[name] >= 0.8 * max(alone.values())]
         for name in fixed if Place("auto", 1) in parts.places else ():
             runs.pop((f"fixed:{name}", "auto/1"))  # they run again, among the others
-        compare(parts, works, fixed, taught, runs)
-        rows += table(runs, batch, hindsight(parts, fixed, runs))
+        before = list(rows)
+        for turn in compare(parts, works, fixed, taught, runs):  # the first warms up
+            console.progress(f"batch {batch}: {turn} of {s.repeats} workloads", stays=True)
+            if turn:
+                some = {key: made[:turn] for key, made in runs.items()}
+                rows = before + table(some, batch, hindsight(parts, fixed, some))
+                s.save(rows)
         print(f"\nbatch {batch}\n" + console.table([r for r in rows if r["batch"] == batch], COLUMNS))
     s.save(rows)
     s.draw({"spin_end_to_end": lambda: drawn(rows)}, dpi=150)
@@ -269,8 +274,8 @@ def hindsight(parts: Parts, fixed: list[str], runs: Runs) -> dict[str, str]:
     return best
 
 
-def compare(parts: Parts, works: list[Workload], fixed: list[str], taught: Any, runs: Runs) -> None:
-    """Add the runs of all configurations at all places, in an order that rotates from workload to workload."""
+def compare(parts: Parts, works: list[Workload], fixed: list[str], taught: Any, runs: Runs) -> Iterator[int]:
+    """Add the runs of all configurations at all places, in an order that rotates from workload to workload, whose number is given when it is done."""
     s, batch = parts.s, len(works[0].rows)
     planned, kept = dict[Place, Any](), dict[tuple[str, Place], Any]()
     for place in parts.places:
@@ -292,6 +297,7 @@ def compare(parts: Parts, works: list[Workload], fixed: list[str], taught: Any, 
             torch.set_num_threads(1)
             run = replace(run, arms=Counter({names[a]: n for a, n in run.arms.items()}))
             runs[name, f"{place.attention}/{place.cores}"] += [run] if turn else []
+        yield turn
 
 
 def table(runs: Runs, batch: int, best: dict[str, str]) -> list[dict[str, Any]]:
