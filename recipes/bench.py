@@ -69,7 +69,8 @@ def main(s: Settings) -> None:
     with short_errors():
         every = pieces(entries_from(s.prompts), tokenizer, s.context, 1)
     kinds = len({entry.category for entry in every}) if s.prompts else 1
-    used = (by_turns(every) if s.prompts else every)[: max(*s.batches, 4, kinds)]
+    wanted = max(4, kinds)
+    used = (by_turns(every) if s.prompts else every)[: max(*s.batches, wanted)]
     ids = [list(entry.given) for entry in used]
     if len(ids) < max(s.batches):
         raise SystemExit(
@@ -83,7 +84,6 @@ def main(s: Settings) -> None:
     rounds = {b: bare_round(target, draft, b, s.context + s.new_tokens // 2, s.length) for b in s.batches}
     for temperature in s.temperatures:
         for batch in s.batches:
-            wanted = max(4, kinds)
             some = ids[: max(batch, wanted - wanted % batch)]  # whole batches
             drafting = {"vanilla": draft}
             if other:
@@ -128,7 +128,7 @@ def main(s: Settings) -> None:
                 f"  batch {batch:>2}: vanilla is {mine / assisted:.2f} x the faster assisted generation, "
                 f"{mine / plain_speed:.2f} x plain generate"
             )
-    if s.prompts and len({entry.category for entry in used}) > 1:
+    if kinds > 1:
         parts = by_category(cases, [entry.category for entry in used])
         rows += parts
         print("\nby category:")

@@ -259,7 +259,6 @@ def main(s: Settings) -> list[dict[str, Any]]:
                 rows = before + table(some, batch, hindsight(parts, fixed, some))
                 s.save(rows)
         print(f"\nbatch {batch}\n" + console.table([r for r in rows if r["batch"] == batch], COLUMNS))
-    s.save(rows)
     s.draw({"spin_end_to_end": lambda: drawn(rows)}, dpi=150)
     return rows
 
@@ -275,7 +274,7 @@ def hindsight(parts: Parts, fixed: list[str], runs: Runs) -> dict[str, str]:
 
 
 def compare(parts: Parts, works: list[Workload], fixed: list[str], taught: Any, runs: Runs) -> Iterator[int]:
-    """Add the runs of all configurations at all places, in an order that rotates from workload to workload, whose number is given when it is done."""
+    """Add the runs of all configurations at all places, in an order that rotates from workload to workload; yields the number of each when it is done."""
     s, batch = parts.s, len(works[0].rows)
     planned, kept = dict[Place, Any](), dict[tuple[str, Place], Any]()
     for place in parts.places:

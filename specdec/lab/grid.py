@@ -1,8 +1,8 @@
 """Wall clock of plain decoding, small drafts, MagicDec and SPIRe over a grid of batches and contexts, beside the throughput model.
 
 Methods alternate at each grid point, with the same prompts and, in each turn, the same fresh random numbers. Turns are short and many: other programs make a
-machine faster or slower for a second or so, and what all methods meet alike does not change their ratios. For minutes they slow down steps that compute, or steps that
-read memory, so every point is visited several times (``VISITS``): the model is fitted to, and judged by, rounds of the same minutes.
+machine faster or slower for a second or so, and what all methods meet alike does not change their ratios. The machine may also be slower for minutes, and not alike for
+all steps, so every point is visited several times (``VISITS``): the model is fitted to, and judged by, rounds of the same minutes.
 
 Best k: short runs at k = 4 and at the k farthest from it give the time of a round; the two k with the best estimate are measured, besides k = 4. τ is noise-free
 (``lab.multipliers``) or, without texts, that of the runs.

@@ -110,11 +110,9 @@ def by_category(cases: Sequence[Case], categories: Sequence[str]) -> list[dict[s
 
 def _speed(each: Sequence[Each]) -> float | None:
     seconds = [one.seconds for one in each if one.seconds is not None]
-    return (
-        sum(one.made for one in each) / total
-        if len(seconds) == len(each) and (total := sum(seconds))
-        else None
-    )
+    if len(seconds) < len(each) or not sum(seconds):
+        return None
+    return sum(one.made for one in each) / sum(seconds)
 
 
 def interleave(cases: Sequence[Case], repeats: int, tell: Callable[[str], None]) -> None:
