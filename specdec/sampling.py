@@ -27,7 +27,7 @@ from transformers.generation.logits_process import (
 )
 
 from specdec.arguments import number
-from specdec.kernels.device import Check, defer
+from specdec.kernels.device import Check, defer, to_device
 from specdec.kernels.nucleus import WIDE, nucleus
 from specdec.purity import check_scores, probe
 from specdec.types import Context, Proposal
@@ -157,6 +157,10 @@ class Sampling:
         return not self.reads_context and all(isinstance(w, TemperatureLogitsWarper) for w in self._warpers)
 
     @cached_property
+    def _temperatures(self) -> Tensor:
+        return torch.tensor(self.temperature, dtype=torch.float64)
+
+    @cached_property
     def _warpers(self) -> list[LogitsProcessor]:
         made: list[LogitsProcessor] = []
         if not self.greedy:  # no truncation moves the largest logit
@@ -189,13 +193,18 @@ class Sampling:
         if self.by_request:
             by_row = self._by_row(context)
             logits = logits / torch.where(by_row > 0, by_row, 1).to(logits)[:, None, None]
-        if not self._warpers:
-            return logits
-        flat = logits.reshape(-1, logits.shape[-1])
-        none = torch.empty(flat.shape[0], 0, dtype=torch.long, device=flat.device)
+        return (
+            self._truncated(logits.reshape(-1, logits.shape[-1])).view(logits.shape)
+            if self._warpers
+            else logits
+        )
+
+    def _truncated(self, scores: Tensor) -> Tensor:
+        """``scores [K, V]`` after a temperature for all rows, and truncations."""
+        none = torch.empty(scores.shape[0], 0, dtype=torch.long, device=scores.device)
         for warper in self._warpers:
-            flat = warper(none, flat)
-        return flat.view(logits.shape)
+            scores = warper(none, scores)
+        return scores
 
     def argmax(
         self, logits: Tensor, context: Context, proposal: Proposal | None = None, first: int = -1
@@ -212,8 +221,15 @@ class Sampling:
     def __call__(
         self, logits: Tensor, context: Context, proposal: Proposal | None = None, first: int = -1
     ) -> Tensor:
-        """Probabilities ``[B, R, V]`` in float32 (float64 for float64 logits); arguments as for ``scores``."""
+        """Probabilities ``[B, R, V]`` in float32 (float64 for float64 logits); arguments as for ``scores``.
+
+        Nodes that do not exist have some distribution.
+        """
         wide = logits if logits.dtype == torch.float64 else logits.float()
+        if self.by_request and type(self).scores is Sampling.scores:
+            warm = ~self.greedy_rows(context)
+            if not bool(warm.all()):
+                return self._mixed(wide, warm, context, proposal, first)
         scores = self.scores(wide, context, proposal, first)
         if self.greedy:
             top, token = _largest(scores)
@@ -226,10 +242,34 @@ class Sampling:
                 _refuse(self.scores(logits, context, proposal, first).amax(-1), whose)
 
         _defer_finite(probs.select(-1, 0), refuse)  # NaN everywhere in a row that has no distribution
-        if self.by_request:
-            cold = (self._by_row(context) == 0).nonzero()[:, 0].to(probs.device)
+        if self.by_request:  # of a subclass with scores of its own
+            cold = self.greedy_rows(context).nonzero()[:, 0].to(probs.device)
             token = _largest(scores[cold])[1]
             probs[cold] = torch.zeros_like(scores[cold]).scatter_(-1, token[..., None], 1)
+        return probs
+
+    def _mixed(
+        self, logits: Tensor, warm: Tensor, context: Context, proposal: Proposal | None, first: int
+    ) -> Tensor:
+        """``__call__`` where only the rows ``warm [B]`` are sampled: others take their largest score. A softmax is made for nodes that exist, since on a CPU it takes the longest."""
+        if self.processors:
+            logits = self._process(logits, context, proposal, first)
+        R, warm = logits.shape[1], warm[:, None]
+        exists = (
+            torch.ones_like(warm)
+            if proposal is None
+            else torch.arange(first, first + R) < proposal.size[:, None]
+        )
+        top, token = _largest(logits)
+        _finite(top)
+        hot = to_device(exists & ~warm, logits.device)  # a node that does not exist has token 0
+        probs = torch.zeros_like(logits).scatter_(2, torch.where(hot, token, 0)[..., None], 1)
+        drawn = (exists & warm).expand(-1, R).flatten().nonzero()[:, 0]
+        if len(drawn):
+            at = to_device(drawn, logits.device)
+            scores = logits.flatten(0, 1).index_select(0, at)  # five times as fast as [at]
+            scores /= self._by_row(context)[drawn // R, None].to(scores)
+            probs.flatten(0, 1).index_copy_(0, at, self._truncated(scores).softmax(-1))
         return probs
 
     def _by_row(self, context: Context) -> Tensor:
@@ -241,7 +281,7 @@ class Sampling:
                 f"temperature has {len(self.temperature)} numbers and there is a request {last} (the first is 0): give one for each request, or "
                 "a single number for all"
             )
-        return torch.tensor(self.temperature, dtype=torch.float64)[context.request]
+        return self._temperatures[context.request]
 
     def _process(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
         """Scores of the processors. What follows a token that they forbid keeps its logits: no verifier gets there, and many processors fail there."""

@@ -40,6 +40,17 @@ def test_every_request_may_have_its_own_temperature(settings):
         sd.Sampling([1.0, 2.0, 0.0])(logits, context)
 
 
+def test_distributions_of_nodes_that_exist_are_those_of_the_request_alone():
+    temperatures, size = (0.7, 0.0, 1.0), torch.tensor([1, 3, 0])
+    logits = torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(0))
+    context, proposal = sd.Context.of([[1]] * 3), sd.Proposal.chain(torch.zeros(3, 3).long(), size)
+    probs = sd.Sampling(temperatures, top_k=5)(logits, context, proposal)
+    torch.testing.assert_close(probs.sum(-1), torch.ones(3, 4))  # also where there is no node
+    for b, (temperature, n) in enumerate(zip(temperatures, size.tolist())):
+        own = sd.Sampling(temperature, top_k=5)(logits[b : b + 1], context)
+        assert torch.equal(probs[b, : n + 1], own[0, : n + 1])
+
+
 @pytest.mark.parametrize("wrong", [[], [0.5, -1.0], [float("nan")], [1.0, None], ["1"]])
 def test_wrong_temperatures_of_requests_are_refused(wrong):
     with pytest.raises((TypeError, ValueError), match="temperature"):

@@ -249,10 +249,9 @@ def merged(parts: Sequence[tuple[Proposal, Tensor]], batch: int) -> Proposal:
         size[rows] = p.size[rows]
         if probs is not None:
             if p.probs is None:
-                one = torch.zeros(len(rows), n, probs.shape[-1], dtype=probs.dtype, device=device)
-                probs[here, :n] = one.scatter_(2, tokens[here, :n, None], 1)
+                probs[here[:, None], torch.arange(n, device=device), tokens[here, :n]] = 1
             else:
-                probs[here, : p.probs.shape[1]] = p.probs[at].to(probs)
+                probs[:, : p.probs.shape[1]].index_copy_(0, here, p.probs.index_select(0, at).to(probs))
         if source is not None:
             source[rows, :n] = p.sources()[rows]
     if probs is None:
