@@ -200,7 +200,7 @@ class Sampling:
         )
 
     def _truncated(self, scores: Tensor) -> Tensor:
-        """``scores [K, V]`` after a temperature for all rows, and truncations."""
+        """``scores [K, V]`` after the temperature, where all rows share one, and the truncations."""
         none = torch.empty(scores.shape[0], 0, dtype=torch.long, device=scores.device)
         for warper in self._warpers:
             scores = warper(none, scores)
@@ -223,13 +223,13 @@ class Sampling:
     ) -> Tensor:
         """Probabilities ``[B, R, V]`` in float32 (float64 for float64 logits); arguments as for ``scores``.
 
-        Nodes that do not exist have some distribution.
+        Entries of nodes that do not exist are valid distributions, but arbitrary ones.
         """
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        if self.by_request and type(self).scores is Sampling.scores:
-            warm = ~self.greedy_rows(context)
-            if not bool(warm.all()):
-                return self._mixed(wide, warm, context, proposal, first)
+        own = self._by_row(context) if self.by_request else None
+        cold = None if own is None or bool((own > 0).all()) else own == 0
+        if cold is not None and type(self).scores is Sampling.scores:
+            return self._mixed(wide, own, context, proposal, first)
         scores = self.scores(wide, context, proposal, first)
         if self.greedy:
             top, token = _largest(scores)
@@ -242,34 +242,34 @@ class Sampling:
                 _refuse(self.scores(logits, context, proposal, first).amax(-1), whose)
 
         _defer_finite(probs.select(-1, 0), refuse)  # NaN everywhere in a row that has no distribution
-        if self.by_request:  # of a subclass with scores of its own
-            cold = self.greedy_rows(context).nonzero()[:, 0].to(probs.device)
-            token = _largest(scores[cold])[1]
-            probs[cold] = torch.zeros_like(scores[cold]).scatter_(-1, token[..., None], 1)
+        if cold is not None:  # a subclass has scores of its own
+            rows = cold.nonzero()[:, 0].to(probs.device)
+            token = _largest(scores[rows])[1]
+            probs[rows] = torch.zeros_like(scores[rows]).scatter_(-1, token[..., None], 1)
         return probs
 
     def _mixed(
-        self, logits: Tensor, warm: Tensor, context: Context, proposal: Proposal | None, first: int
+        self, logits: Tensor, own: Tensor, context: Context, proposal: Proposal | None, first: int
     ) -> Tensor:
-        """``__call__`` where only the rows ``warm [B]`` are sampled: others take their largest score. A softmax is made for nodes that exist, since on a CPU it takes the longest."""
+        """``__call__`` for rows of temperatures ``own [B]``, some of them 0, with a softmax only where a token is drawn: on a CPU it takes longer than all else here."""
         if self.processors:
             logits = self._process(logits, context, proposal, first)
-        R, warm = logits.shape[1], warm[:, None]
-        exists = (
-            torch.ones_like(warm)
-            if proposal is None
-            else torch.arange(first, first + R) < proposal.size[:, None]
-        )
+        R, V = logits.shape[1:]
+        drawn = (own > 0)[:, None].expand(-1, R)
+        if proposal is not None:
+            drawn = drawn & (torch.arange(first, first + R) < proposal.size[:, None])
+        by = to_device(torch.where(own > 0, own, 1).to(logits.dtype), logits.device)[:, None]
         top, token = _largest(logits)
-        _finite(top)
-        hot = to_device(exists & ~warm, logits.device)  # a node that does not exist has token 0
-        probs = torch.zeros_like(logits).scatter_(2, torch.where(hot, token, 0)[..., None], 1)
-        drawn = (exists & warm).expand(-1, R).flatten().nonzero()[:, 0]
-        if len(drawn):
-            at = to_device(drawn, logits.device)
-            scores = logits.flatten(0, 1).index_select(0, at)  # five times as fast as [at]
-            scores /= self._by_row(context)[drawn // R, None].to(scores)
-            probs.flatten(0, 1).index_copy_(0, at, self._truncated(scores).softmax(-1))
+        _finite(top / by)
+        # ``view`` below must not copy, so the strides of ``logits`` are not taken over.
+        probs = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
+        probs.scatter_(2, token[..., None], 1)
+        found = drawn.flatten().nonzero()[:, 0]
+        if len(found):
+            at = to_device(found, logits.device)
+            scores = logits.flatten(0, 1).index_select(0, at)
+            scores /= by[at // R]
+            probs.view(-1, V).index_copy_(0, at, self._truncated(scores).softmax(-1))
         return probs
 
     def _by_row(self, context: Context) -> Tensor:

@@ -40,15 +40,31 @@ def test_every_request_may_have_its_own_temperature(settings):
         sd.Sampling([1.0, 2.0, 0.0])(logits, context)
 
 
-def test_distributions_of_nodes_that_exist_are_those_of_the_request_alone():
+@pytest.mark.parametrize("layout", ["rows", "transposed"])
+@pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"processors": (lambda i, s: s / 1.3,)}])
+def test_distributions_of_nodes_that_exist_are_those_of_the_request_alone(settings, layout):
     temperatures, size = (0.7, 0.0, 1.0), torch.tensor([1, 3, 0])
     logits = torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(0))
+    if layout == "transposed":
+        logits = logits.transpose(0, 1).contiguous().transpose(0, 1)
+    before = logits.clone()
     context, proposal = sd.Context.of([[1]] * 3), sd.Proposal.chain(torch.zeros(3, 3).long(), size)
-    probs = sd.Sampling(temperatures, top_k=5)(logits, context, proposal)
+    sampling = sd.Sampling(temperatures, **settings)
+    probs, later = (sampling(logits[:, 1 + n :], context, proposal, n) for n in (-1, 1))
     torch.testing.assert_close(probs.sum(-1), torch.ones(3, 4))  # also where there is no node
     for b, (temperature, n) in enumerate(zip(temperatures, size.tolist())):
-        own = sd.Sampling(temperature, top_k=5)(logits[b : b + 1], context)
-        assert torch.equal(probs[b, : n + 1], own[0, : n + 1])
+        row = torch.tensor([b])
+        alone = sd.Sampling(temperature, **settings)
+        own = alone(logits[row], context.select(row), proposal.select(row))[0, : n + 1]
+        assert torch.equal(probs[b, : n + 1], own)
+        assert torch.equal(later[b, : max(n - 1, 0)], own[2:])
+    assert torch.equal(logits, before)
+
+
+def test_logits_that_a_temperature_makes_infinite_are_refused():
+    logits = torch.tensor([[[1e9, 0.0]], [[1.0, 0.0]]])
+    with pytest.raises(ValueError, match="row 0, entry 0 contain inf"):
+        sd.Sampling((1e-30, 0.0))(logits, sd.Context.of([[1]] * 2))
 
 
 @pytest.mark.parametrize("wrong", [[], [0.5, -1.0], [float("nan")], [1.0, None], ["1"]])

@@ -249,7 +249,9 @@ def merged(parts: Sequence[tuple[Proposal, Tensor]], batch: int) -> Proposal:
         size[rows] = p.size[rows]
         if probs is not None:
             if p.probs is None:
-                probs[here[:, None], torch.arange(n, device=device), tokens[here, :n]] = 1
+                there = to_device(torch.arange(n) < size[rows, None], device)  # other tokens may be anything
+                one = torch.where(there, tokens[here, :n], 0)
+                probs[here[:, None], torch.arange(n, device=device), one] = 1
             else:
                 probs[:, : p.probs.shape[1]].index_copy_(0, here, p.probs.index_select(0, at).to(probs))
         if source is not None:
