@@ -11,9 +11,9 @@ from collections import Counter
 from pathlib import Path
 from runpy import run_path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
+from doc_outputs import FENCE, NOT_RUN, blocks, first_line, printed
 
 from specdec.kernels.attention import choice
 from specdec.models import SUPPORTED
@@ -32,26 +32,6 @@ SLOW |= {
         *("speculate", "spin", "testing", "training", "verifiers", "howto/processes", "howto/tau"),
     )
 }
-FENCE = re.compile(r"^```(?P<kind>\S*)[^\n]*\n(?P<text>.*?)^```\s*$", re.MULTILINE | re.DOTALL)
-NOT_RUN = "# not run:"
-
-
-class Block(NamedTuple):
-    """A fenced block and the line on which its text begins."""
-
-    kind: str
-    text: str
-    line: int
-
-
-def blocks(page: Path, kind: str) -> list[Block]:
-    """The blocks of one kind that are to be run."""
-    text = page.read_text(encoding="utf-8")
-    found = [
-        Block(match["kind"], match["text"], text[: match.start("text")].count("\n") + 1)
-        for match in FENCE.finditer(text)
-    ]
-    return [block for block in found if block.kind == kind and not block.text.startswith(NOT_RUN)]
 
 
 def name(page: Path) -> str:
@@ -69,11 +49,10 @@ def name(page: Path) -> str:
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # what a block writes is not left in the repository
     monkeypatch.setattr(choice._backends, "registered", {})  # nor a backend that it registers in this process
-    namespace = {"__name__": f"docs_{page.stem}"}
-    for block in blocks(page, "python"):
-        # The padding puts the page's own line numbers into a traceback.
-        code = compile("\n" * (block.line - 1) + block.text, str(page), "exec", dont_inherit=True)
-        exec(code, namespace)
+    text = page.read_text(encoding="utf-8")
+    for block, out in printed(page):
+        if block.shown is not None and not block.varies:
+            assert first_line(text[block.shown]) == first_line(out)
 
 
 def test_there_is_python_on_every_page_about_a_part():
