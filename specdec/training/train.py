@@ -1,6 +1,6 @@
 """One call that trains a draft for a target: ``train(draft, target, data)``.
 
-Weights are float32 and the arithmetic bf16; Muon (Jordan, 2024) updates the matrices of the blocks, AdamW the rest; gradients are
+Weights are float32 and the arithmetic bf16, where the processor has it; Muon (Jordan, 2024) updates the matrices of the blocks, AdamW the rest; gradients are
 clipped. A checkpoint holds weights, optimisers and the position in the data, so that the same call continues after an interruption
 and ends with the same weights (except for a draft with dropout). Devices and data parallelism are accelerate's: under
 ``accelerate launch`` every process takes its share of each batch.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from specdec.models.fingerprint import fingerprint, unwrapped
 from specdec.training import checkpoints
 from specdec.training.forward import Blocks, KPass, Parallel, drafted
 from specdec.training.losses import ByDepth, CombinedLoss, MixedLoss, needs_target, trains_confidence
+from specdec.training.muon import multiplies_bf16
 from specdec.training.sources import check_ids, order, source_of
 from specdec.training.states import States
 from specdec.training.validation import Judge
@@ -42,7 +43,8 @@ class Settings:
         steps: optimiser steps; if a checkpoint was made with fewer, its training continues at the rates of the longer run.
         batch: sequences per step, over all processes. muon_lr, adam_lr: peak learning rates of the blocks' matrices and of all
             other weights. weight_decay: of the matrices, times the rate. warmup, decay: shares of the steps in which the rate rises
-            and falls linearly. clip: largest gradient norm. precision: of the arithmetic.
+            and falls linearly. clip: largest gradient norm. precision: of the arithmetic; ``None``: bfloat16 on GPUs and
+            on CPUs that multiply it (AMX, AVX-512-BF16), and float32 on others, which need many times as long for it.
         compile: torch.compile of the loss (its passes over the vocabulary cost as much as the draft on a CPU). seed: of the order
             of the sequences.
         validate_every: steps between validations (0: at the end only). checkpoint_minutes: time between checkpoints.
@@ -58,7 +60,7 @@ class Settings:
     warmup: float = 0.05
     decay: float = 0.7
     clip: float = 1.0
-    precision: torch.dtype = torch.bfloat16
+    precision: torch.dtype | None = None
     compile: bool = False
     seed: int = 0
     validate_every: int = 0
@@ -167,6 +169,8 @@ def train(
         )
     accelerator = Accelerator() if accelerator is None else accelerator
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
+    precision = settings.precision or (torch.bfloat16 if multiplies_bf16(device) else torch.float32)
+    settings = replace(settings, precision=precision)
     if settings.batch % world:
         raise ValueError(f"batch is {settings.batch}: it must be a multiple of the {world} processes")
     needs = needs_target(loss)
@@ -188,7 +192,7 @@ def train(
     reads = tuple(forward.layers(draft))
     source = source_of(data, target if needs or head or reads else None, reads)
     held = None if validation is None else source_of(validation, target, reads)
-    ends = lowered(ends, device, settings.precision)
+    ends = lowered(ends, device, precision)
     report, path = Trained(settings), None if checkpoint is None else Path(checkpoint)
     identity = {
         "loss": repr(loss),
@@ -233,7 +237,7 @@ def train(
             which = order(len(source), settings.batch, settings.seed, run.step)[rank::world]
             places = range(run.step * settings.batch, (run.step + 1) * settings.batch)[rank::world]
             draws = [np.random.default_rng((settings.seed, 1, place)) for place in places]
-            batch = source.take(which).to(device, settings.precision)
+            batch = source.take(which).to(device, precision)
             value = judge(drafted(forward, draft, batch, draws), batch)
             value.backward()
             between = False
@@ -262,7 +266,7 @@ def train(
                 mean = float(torch.stack(recent).mean())
                 row = {"step": run.step, "tokens": report.tokens, "loss": mean}
                 if held is not None:
-                    row |= judge.validate(draft, held, forward, settings.batch, device, settings.precision)
+                    row |= judge.validate(draft, held, forward, settings.batch, device, precision)
                 report.curve.append(row)
                 if accelerator.trackers:
                     accelerator.log({f"validation/{name}": value for name, value in row.items()}, run.step)
