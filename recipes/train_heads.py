@@ -34,6 +34,7 @@ from specdec.lab.streams import Streams
 from specdec.lab.variants import started, variants
 from specdec.training.forward import Blocks
 from specdec.training.losses import ByDepth, CombinedLoss, HardLoss, MixedLoss
+from specdec.training.muon import arithmetic
 from specdec.training.train import Settings as Training
 from specdec.training.train import Trained, train
 from specdec.zoo.files import tokenizer_folder
@@ -215,8 +216,8 @@ def card(s: Settings, name: str, draft: Any, report: Trained) -> str:
         "",
         f"**Training.** {report.tokens / 1e6:.2f} M tokens of the pocket corpus ({shares}), length 1024, in {report.seconds / 60:.0f} minutes on one",
         f"shared CPU core ({made['processor']}). Forward `{forward}`, loss `{loss}`. Muon (lr {s.muon_lr:g}) for the matrices, AdamW (lr "
-        f"{s.adam_lr:g}) for the rest, bf16 with float32",
-        f"master weights, batch {s.batch}, seed {s.seed}. torch {made['versions']['torch']}. The recipe trains {', '.join((*HEADS, *OTHERS))}",
+        f"{s.adam_lr:g}) for the rest, {arithmetic(report.settings.precision)},",
+        f"batch {s.batch}, seed {s.seed}. torch {made['versions']['torch']}. The recipe trains {', '.join((*HEADS, *OTHERS))}",
         "with the same tokens in the same order.",
         "",
         "```",

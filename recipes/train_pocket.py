@@ -31,6 +31,7 @@ from specdec.lab.bits import bits_per_byte, xz_bits_per_byte
 from specdec.lab.options import option, parse
 from specdec.lab.pretraining import Pretraining, Sizes
 from specdec.lab.report import write
+from specdec.training.muon import arithmetic, quick
 
 # The drafts' bodies have exactly an eighth of the target's parameters. pocket-words is for a tokenizer of its own:
 # --vocabulary 2048 --tokenizer-kind words
@@ -92,9 +93,8 @@ def card(s: Settings, name: str, model, info: dict, test: dict) -> str:
     hidden, layers, heads, intermediate, _ = SHAPES[name]
     total = sum(value.numel() for value in model.parameters())
     body = total - model.get_input_embeddings().weight.numel()
-    machine = (
-        torch.cuda.get_device_name() if torch.cuda.is_available() else "2 CPU cores, one of them training"
-    )
+    gpu = torch.cuda.is_available()
+    machine = torch.cuda.get_device_name() if gpu else "2 CPU cores, one of them training"
     own = [
         "Its tokenizer is its own, and not that of the other pocket models: BPE of words with byte fallback, as SentencePiece",
         "has it (specdec.data.tokens.train_words).",
@@ -116,7 +116,7 @@ def card(s: Settings, name: str, model, info: dict, test: dict) -> str:
         "",
         f"**Training.** {info['step']:,} steps of {s.batch * s.length:,} tokens, {info['tokens'] / 1e6:.1f} M tokens in "
         f"{info['minutes']:.0f} minutes on {machine}. Muon (lr {s.muon_lr}) for the",
-        f"body matrices, AdamW (lr {s.adam_lr}) for embedding and norms, bf16 with float32 master weights, seed {s.seed}.",
+        f"body matrices, AdamW (lr {s.adam_lr}) for embedding and norms, {arithmetic(quick('cuda' if gpu else 'cpu'))}, seed {s.seed}.",
         "",
         "```",
         f"python recipes/train_pocket.py --site SITE_PACKAGES --models {name}{command_options(s, info)}",

@@ -32,6 +32,7 @@ from specdec.lab.states import First, sequences, stream_states
 from specdec.lab.streams import Streams
 from specdec.pruning.layers import keep_layers
 from specdec.training.losses import HardLoss, MixedLoss
+from specdec.training.muon import arithmetic
 from specdec.training.sources import order
 from specdec.training.train import Settings as Training
 from specdec.training.train import Trained, train
@@ -201,8 +202,8 @@ def card(s: Settings, name: str, draft: Any, reports: list[Trained]) -> str:
         "",
         *stages(s, name, reports),
         "",
-        f"Pocket corpus, length 1024, on a shared CPU core (minutes are wall time). Muon (lr {s.muon_lr}) for the blocks' matrices, AdamW (lr {s.adam_lr}) for the rest, bf16 with",
-        f"float32 master weights, seed {s.seed}. torch {made['versions']['torch']}.",
+        f"Pocket corpus, length 1024, on a shared CPU core (minutes are wall time). Muon (lr {s.muon_lr}) for the blocks' matrices, AdamW (lr {s.adam_lr}) for the rest,",
+        f"{arithmetic(reports[-1].settings.precision)}, seed {s.seed}. torch {made['versions']['torch']}.",
     ]
     if name in POOL:
         lines += ["", EQUAL, "", HISTORY]

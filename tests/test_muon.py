@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from tiny import tiny
 
-from specdec.training import train as training
-from specdec.training import weights
-from specdec.training.muon import Muon, multiplies_bf16
+from specdec.training import muon
+from specdec.training.muon import Muon, arithmetic, quick
 from specdec.training.train import Settings, train
 
 SHAPES = ((6, 6), (12, 5), (5, 12), (1, 7))
@@ -46,8 +47,8 @@ def test_with_products_of_float32_it_differs_by_roundings():
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_the_precision_is_one_that_the_processor_multiplies(fast, monkeypatch):
-    for module in (training, weights):
-        monkeypatch.setattr(module, "multiplies_bf16", lambda device: fast)
+    for module in (sys.modules[train.__module__], muon):
+        monkeypatch.setattr(module, "quick", lambda device: torch.bfloat16 if fast else torch.float32)
     used = []
     step = Muon.step
     monkeypatch.setattr(Muon, "step", lambda self, *a: used.append(self.products) or step(self, *a))
@@ -63,7 +64,8 @@ def test_the_precision_is_one_that_the_processor_multiplies(fast, monkeypatch):
 def test_a_gpu_multiplies_bfloat16(monkeypatch):
     for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda: False)
-    assert multiplies_bf16("cuda")
-    assert not multiplies_bf16("cpu")
+    assert (quick("cuda"), quick("cpu")) == (torch.bfloat16, torch.float32)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert multiplies_bf16("cpu")
+    assert quick("cpu") == torch.bfloat16
+    words = [arithmetic(dtype) for dtype in (torch.bfloat16, torch.float32)]
+    assert words == ["bf16 with float32 master weights", "float32"]

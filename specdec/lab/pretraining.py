@@ -21,6 +21,7 @@ from specdec.data.tokens import Batches, write
 from specdec.lab.loading import in_dtype
 from specdec.lab.options import option
 from specdec.lab.streams import Streams
+from specdec.training.muon import muon, quick
 
 
 class Sizes(NamedTuple):
@@ -104,7 +105,7 @@ class Pretraining(Streams):
 
 
 class _Training:
-    """float32 weights, the bf16 copies used in matrix products, optimisers, data, and progress."""
+    """float32 weights, the copies used in matrix products (bf16 where that is fast), optimisers, data, and progress."""
 
     def __init__(self, s: Pretraining, name: str, sizes: Sizes):
         self.s, self.path = s, Path(s.work) / f"{name}.pt"
@@ -113,9 +114,9 @@ class _Training:
         self.master = {n: p.detach().clone().requires_grad_() for n, p in self.model.named_parameters()}
         body = [p for n, p in self.master.items() if p.ndim == 2 and "embed" not in n]
         rest = [p for n, p in self.master.items() if p.ndim != 2 or "embed" in n]
-        self.muon = torch.optim.Muon(body, lr=s.muon_lr, momentum=0.95, weight_decay=s.weight_decay)
+        self.muon = muon(body, self.device, lr=s.muon_lr, momentum=0.95, weight_decay=s.weight_decay)
         self.adam = torch.optim.AdamW(rest, lr=s.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, foreach=True)
-        in_dtype(self.model, torch.bfloat16)
+        in_dtype(self.model, quick(self.device))
         self.batches: Batches = s.batches("train")
         self.step, self.elapsed, self.losses = 0, 0.0, list[Tensor]()
         self.curve: list[dict[str, float]] = []

@@ -18,6 +18,7 @@ from specdec.lab.loading import in_dtype
 from specdec.lab.streams import Streams
 from specdec.models.fingerprint import fingerprint
 from specdec.training.checkpoints import hash_of
+from specdec.training.muon import quick
 from specdec.training.states import Batch, States
 
 
@@ -50,7 +51,7 @@ def stream_states(
     shares: Sequence[float] = (),
     label: str = "",
 ) -> First:
-    """The target's states on the first ``tokens`` of the corpus, computed in bf16 unless they are cached.
+    """The target's states on the first ``tokens`` of the corpus, computed in bf16 (float32 where that is faster) unless they are cached.
 
     Args:
         layers: the layers whose inputs to store. shares: of the domains, if not the mixture's. label: distinguishes folders of other
@@ -62,7 +63,7 @@ def stream_states(
     folder = _folder(streams.work, f"{label}{split}", target, layers)
     with _processes(target).main_process_first():
         if held(folder, target) < count:
-            low = in_dtype(copy.deepcopy(target).eval(), torch.bfloat16)
+            low = in_dtype(copy.deepcopy(target).eval(), quick(target.device))
             low.set_attn_implementation("block")
             tqdm.write(f"target states of {count} sequences")
             States.write(folder, low, sequences(tokenizer, streams, split, count, shares), layers, count)

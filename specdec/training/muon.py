@@ -1,7 +1,7 @@
-"""Muon (Jordan, 2024) for processors that multiply bfloat16 slowly.
+"""The arithmetic of a training on processors that multiply bfloat16 slowly, and Muon (Jordan, 2024) for them.
 
-``torch.optim.Muon`` multiplies in bfloat16 whatever the precision of the weights. On a CPU without AMX and AVX-512-BF16 these products take 7 to 15 times as long as those of float32,
-and longer than everything else in a step.
+``torch.optim.Muon`` multiplies in bfloat16 whatever the precision of the weights. On a CPU without AMX and AVX-512-BF16 such products take many times as long as those of float32,
+and Muon's take longer than everything else in a step.
 """
 
 from __future__ import annotations
@@ -13,11 +13,22 @@ import torch
 from torch import Tensor
 
 
-def multiplies_bf16(device: torch.device | str) -> bool:
-    """Whether a device has instructions for products of bfloat16: a GPU, or a CPU with AMX or AVX-512-BF16."""
-    if torch.device(device).type != "cpu":
-        return True
-    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+def quick(device: torch.device | str) -> torch.dtype:
+    """bfloat16 on a device with instructions for its products (a GPU, a CPU with AMX or AVX-512-BF16), else float32."""
+    cpu = torch.device(device).type == "cpu"
+    slow = cpu and not (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+    return torch.float32 if slow else torch.bfloat16
+
+
+def arithmetic(precision: torch.dtype | None) -> str:
+    """What a training in ``precision`` computes in, in words."""
+    name = str(precision).removeprefix("torch.").replace("bfloat16", "bf16")
+    return name if precision == torch.float32 else f"{name} with float32 master weights"
+
+
+def muon(params: Any, device: torch.device | str, **settings: Any) -> torch.optim.Muon:
+    """PyTorch's Muon where ``device`` multiplies bfloat16, else ours with products of float32."""
+    return (Muon if quick(device) == torch.float32 else torch.optim.Muon)(params, **settings)
 
 
 class Muon(torch.optim.Muon):

@@ -28,7 +28,7 @@ from specdec.models.fingerprint import fingerprint, unwrapped
 from specdec.training import checkpoints
 from specdec.training.forward import Blocks, KPass, Parallel, drafted
 from specdec.training.losses import ByDepth, CombinedLoss, MixedLoss, needs_target, trains_confidence
-from specdec.training.muon import multiplies_bf16
+from specdec.training.muon import quick
 from specdec.training.sources import check_ids, order, source_of
 from specdec.training.states import States
 from specdec.training.validation import Judge
@@ -169,7 +169,7 @@ def train(
         )
     accelerator = Accelerator() if accelerator is None else accelerator
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
-    precision = settings.precision or (torch.bfloat16 if multiplies_bf16(device) else torch.float32)
+    precision = settings.precision or quick(device)
     settings = replace(settings, precision=precision)
     if settings.batch % world:
         raise ValueError(f"batch is {settings.batch}: it must be a multiple of the {world} processes")

@@ -14,7 +14,7 @@ from torch import nn
 from specdec.configs import setting
 from specdec.drafts.heads.model import HeadModel
 from specdec.forward.ends import Ends
-from specdec.training.muon import Muon, multiplies_bf16
+from specdec.training.muon import muon
 
 
 class Weights:
@@ -52,9 +52,8 @@ class Weights:
         rest = [p for name, p in self.master.items() if name not in wide]
         self.optimisers: dict[str, torch.optim.Optimizer] = {}
         if self.matrices:
-            muon = torch.optim.Muon if multiplies_bf16(device) else Muon
             self.optimisers["muon"] = muon(
-                self.matrices, lr=settings.muon_lr, momentum=0.95, weight_decay=settings.weight_decay
+                self.matrices, device, lr=settings.muon_lr, momentum=0.95, weight_decay=settings.weight_decay
             )
         if rest:
             self.optimisers["adam"] = torch.optim.AdamW(
