@@ -23,7 +23,7 @@ from specdec.models.own_cache import OwnCache
 from specdec.prompts import Prompts, asked, batches, check_temperatures, prepared, rows_of, stop_rules
 from specdec.protocols import Draft
 from specdec.rng import Philox, Rng, seeds
-from specdec.sampling import Sampling
+from specdec.sampling import Sampling, Temperatures
 from specdec.saved import save
 from specdec.serving.arrivals import Admission, InOrder
 from specdec.serving.requests import Finished, Request
@@ -190,6 +190,7 @@ class Decoder(Composition):
         selection: ArmAssignment | None = None,
         errors: Literal["raise", "yield"] = "raise",
         admission: Admission | None = None,
+        own_temperatures: bool = False,
     ) -> Iterator[Finished]:
         """Decode a stream of requests; yields each as soon as it is finished.
 
@@ -212,6 +213,7 @@ class Decoder(Composition):
                 ``cancelled`` raises, is yielded with ``finish="error"`` and its ``error``, and the others go on.
             admission: in which order requests that wait join (``serving.ByKind``); ``None``: first come, first served. The order changes no
                 text (as above).
+            own_temperatures: requests may have a ``temperature`` of their own; those without have the decoder's.
         Raises:
             ValueError: at once, for a part that cannot take in rows during a run, an executor other than ``Serial``, ``Ahead`` and
                 ``Pipelined``, an invalid limit, clock, capacity, seed or stop, or a list of requests out of order; on its arrival, for
@@ -227,10 +229,21 @@ class Decoder(Composition):
             on_round,
             errors,
             InOrder() if admission is None else admission,
+            own_temperatures,
         )
         check(self, self.executor, settings)
-        decoder = self if selection is None else self._with(selection, limit)
+        decoder = self._of_requests() if own_temperatures else self
+        decoder = decoder if selection is None else decoder._with(selection, limit)
         return Server(decoder, self.executor, requests, settings).run()
+
+    def _of_requests(self) -> Decoder:
+        """The same parts for a stream whose requests have temperatures of their own."""
+        default = self.sampling.temperature
+        if isinstance(default, Sequence):
+            raise ValueError(
+                f"own_temperatures is set and the decoder's sampling has {len(default)} temperatures by number: give it a single one, for requests without"
+            )
+        return self.with_sampling(replace(self.sampling, temperature=Temperatures(default)))
 
     def with_sampling(self, sampling: Sampling) -> Decoder:
         """The same parts with another sampling.

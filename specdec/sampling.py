@@ -8,12 +8,13 @@ vocabulary is computed in another way.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -58,6 +59,31 @@ def logits_of(whose: str) -> Iterator[None]:
         _WHOSE.reset(before)
 
 
+class Temperatures(Sequence[float]):
+    """The temperatures of a stream's requests, by number: ``own`` where a request has one, else ``default``."""
+
+    def __init__(self, default: float):
+        self.default, self.own = default, dict[int, float]()
+
+    def __getitem__(self, request: Any) -> Any:
+        return self.own.get(request, self.default)
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __repr__(self) -> str:
+        return f"Temperatures({self.default})"
+
+
+def check_temperature(temperature: Any) -> None:
+    """Raise TypeError or ValueError for what is no temperature."""
+    number("temperature", temperature)
+    if temperature != 0 and not 1e-30 <= temperature <= 1e30:
+        raise ValueError(
+            f"temperature is {temperature}: give 0 (greedy), or a number from 1e-30 to 1e30, by which float32 logits can be divided"
+        )
+
+
 class SamplingSettings(TypedDict, total=False):
     """The arguments of ``Sampling`` by name, for type checkers and completion in editors."""
 
@@ -100,17 +126,13 @@ class Sampling:
                 raise TypeError(
                     f"processors has {processor!r}: give objects or functions (ids, scores) -> scores"
                 )
-        if isinstance(self.temperature, Sequence) and not isinstance(self.temperature, str):
+        if isinstance(self.temperature, Sequence) and not isinstance(self.temperature, str | Temperatures):
             object.__setattr__(self, "temperature", tuple(self.temperature))
-        temperatures = self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
-        if not temperatures:
-            raise ValueError("temperature is empty: give a number, or one for each request")
-        for temperature in temperatures:
-            number("temperature", temperature)
-            if temperature != 0 and not 1e-30 <= temperature <= 1e30:
-                raise ValueError(
-                    f"temperature is {temperature}: give 0 (greedy), or a number from 1e-30 to 1e30, by which float32 logits can be divided"
-                )
+            if not self.temperature:
+                raise ValueError("temperature is empty: give a number, or one for each request")
+        for temperature in self.temperature if isinstance(self.temperature, tuple) else (self.temperature,):
+            if not isinstance(temperature, Temperatures):
+                check_temperature(temperature)
         for name, value in {"top_p": self.top_p, "min_p": self.min_p}.items():
             if value is not None:
                 number(name, value)
@@ -138,7 +160,7 @@ class Sampling:
     @property
     def by_request(self) -> bool:
         """Whether every request has a temperature of its own."""
-        return isinstance(self.temperature, tuple)
+        return isinstance(self.temperature, tuple | Temperatures)
 
     def greedy_rows(self, context: Context) -> Tensor:
         """``[B]`` bool, on the host: the rows whose temperature is 0."""
@@ -275,6 +297,9 @@ class Sampling:
     def _by_row(self, context: Context) -> Tensor:
         """``[B]`` float64: each row's own temperature."""
         assert isinstance(self.temperature, Sequence)
+        if isinstance(self.temperature, Temperatures):
+            own = [self.temperature[request] for request in context.request.tolist()]
+            return torch.tensor(own, dtype=torch.float64)
         last = int(context.request.max()) if context.batch else 0
         if last >= len(self.temperature):
             raise ValueError(

@@ -9,7 +9,7 @@ from tiny import tiny
 import specdec as sd
 from specdec import distributed, lab, selectors
 from specdec.drafts.siblings import Distinct, Independent, TopAndOne
-from specdec.executors import Optimistic, Pipelined, Serial
+from specdec.executors import Ahead, Optimistic, Pipelined, Serial
 from specdec.lab.verifying import accepted_by
 from specdec.verifiers import DistinctTransport, KSeq, Traversal
 
@@ -158,3 +158,60 @@ def test_a_tree_has_distinct_children_in_rows_of_temperature_0(verifier, sibling
         assert found.ids[b] == decoder.generate([prompts[b]], budgets[b], seed=[b]).ids[0]
     cold = base.sampling(temperature=(0.0, 0.0)).build().generate(prompts[:2], budgets[:2], seed=0)
     assert cold.ids[1] == found.ids[1]
+
+
+TEMPERATURES = (None, 0.0, 0.7, None, 1.5, 0.0)
+
+
+@pytest.mark.parametrize("verifier", [sd.Rejection(), sd.Coupled()], ids=repr)
+@pytest.mark.parametrize("executor", [Serial(), Pipelined(2)], ids=repr)
+def test_requests_of_a_stream_may_have_temperatures(executor, verifier, target):
+    draft = sd.HFModel(tiny("llama", 1, torch.float64))
+    base = sd.decoder(target).draft(draft, length=3).verifier(verifier)
+    requests = [
+        sd.Request([7, 8, n], 6 + n, seed=n, temperature=own, eos_token_id=())
+        for n, own in enumerate(TEMPERATURES)
+    ]
+    served = base.sampling(temperature=1.2).executor(executor).build()
+    done = {one.index: one.ids for one in served.serve(requests, 3, clock="rounds", own_temperatures=True)}
+    for n, own in enumerate(TEMPERATURES):
+        alone = base.sampling(temperature=1.2 if own is None else own).build()
+        assert done[n] == alone.generate([[7, 8, n]], 6 + n, seed=n, eos_token_id=()).ids[0]
+
+
+def test_a_stream_forgets_the_temperatures_of_what_has_ended(target):
+    decoder = sd.decoder(target).draft(sd.drafts.NGram(), length=2).build()
+    seen = []
+
+    def requests():
+        for n in range(4):
+            yield sd.Request([1, 2, 3 + n] * (9 if n == 2 else 1), 4, temperature=0.5)
+
+    def keep(round):
+        seen.append(round)
+
+    stream = decoder.serve(
+        requests(), 2, capacity=12, errors="yield", own_temperatures=True, on_round=keep, clock="rounds"
+    )
+    server = stream.gi_frame.f_locals["self"]
+    assert [one.finish for one in stream].count("error") == 1
+    assert seen
+    assert server.composition.sampling.temperature.own == {}
+
+
+def test_wrong_temperatures_of_a_streams_requests_are_refused(target):
+    plain = sd.decoder(target).draft(sd.drafts.NGram(), length=2)
+    with pytest.raises(ValueError, match=r"request 0: it has a temperature: give serve\(\.\.\., own_temp"):
+        next(plain.build().serve([sd.Request([1], 4, temperature=0.5)]))
+    with pytest.raises(ValueError, match="temperature is -1"):
+        sd.Request([1], 4, temperature=-1)
+    with pytest.raises(TypeError, match="temperature is '1'"):
+        sd.Request([1], 4, temperature="1")
+    with pytest.raises(ValueError, match="has 2 temperatures by number"):
+        plain.sampling(temperature=[0, 1]).build().serve([], own_temperatures=True)
+    with pytest.raises(ValueError, match="drafts run in another process"):
+        piped = plain.executor(Pipelined(2, workers="processes")).build()
+        piped.serve([], own_temperatures=True)
+    with pytest.raises(ValueError, match="one temperature for all requests"):
+        ahead = sd.decoder(sd.HFModel(tiny("llama", 0), graphs="eager")).executor(Ahead()).build()
+        ahead.serve([], own_temperatures=True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from specdec.arguments import function, listed, number, whole
+from specdec.sampling import check_temperature
 from specdec.stats import Stats
 from specdec.texts import StreamChunk
 
@@ -24,10 +25,12 @@ class Request:
         key: any object that the caller wants back with the result.
         cancelled: asked after every round, ``threading.Event().is_set`` for example; when it says yes, the request ends with what it has.
         eos_token_id, stop_strings: what ends this request, as for ``generate``; ``None``: what the stream says, ``()``: none.
+        temperature: its own, if the stream takes such (``serve(own_temperatures=True)``); ``None``: the decoder's.
         on_chunk: called with a ``StreamChunk`` after every round that commits tokens of this request: ``row`` is its number in the stream, and
             ``finish`` is set in its last chunk. The texts joined are ``Finished.text``. A request that never started has no chunks.
     Raises:
-        TypeError: the arrival or the seed is no number, or ``cancelled`` or ``on_chunk`` no function. ValueError: the arrival is negative or infinite.
+        TypeError: the arrival, the seed or the temperature is no number, or ``cancelled`` or ``on_chunk`` no function. ValueError: the arrival is negative or infinite, or
+            the temperature out of range.
     """
 
     prompt: Any
@@ -39,12 +42,15 @@ class Request:
     eos_token_id: int | Sequence[int] | None = None
     stop_strings: str | Sequence[str] | None = None
     on_chunk: Callable[[StreamChunk], None] | None = None
+    temperature: float | None = None
 
     def __post_init__(self) -> None:
         function("cancelled", self.cancelled)
         function("on_chunk", self.on_chunk)
         if self.seed is not None:
             whole("seed", listed(self.seed), ", or None")
+        if self.temperature is not None:
+            check_temperature(self.temperature)
         if self.arrival is None:
             return
         number("arrival", self.arrival, ", or None")

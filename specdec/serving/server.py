@@ -30,6 +30,7 @@ from specdec.executors.worker import DraftRequest, InlineWorker
 from specdec.prompts import by_request, prepared, rows_of
 from specdec.protocols import PooledCache
 from specdec.rng import Philox, seeds
+from specdec.sampling import Temperatures
 from specdec.serving.arrivals import Arrivals
 from specdec.serving.requests import Finished, Request
 from specdec.serving.settings import Settings, micro_batches_of, rules_of
@@ -148,6 +149,7 @@ class Server:
 
     def _unserved(self, due: Due, finish: str, error: Exception | None = None) -> Finished:
         """The result of a request that never joined."""
+        self._forget(due.number)
         now = self.time
         times = {"arrived": due.arrived, "started": now, "first_token": now, "finished": now}
         text = "" if self.tokenizer else None
@@ -247,6 +249,9 @@ class Server:
             for sampling in self._by_request:
                 sampling.greedy_rows(context)  # raises for a request without a temperature
             seed = self._seed(index, request)
+            own = self.composition.sampling.temperature
+            if request.temperature is not None and not isinstance(own, Temperatures):
+                raise ValueError("it has a temperature: give serve(..., own_temperatures=True)")
         except (TypeError, ValueError) as error:
             what = (
                 str(error)
@@ -269,6 +274,8 @@ class Server:
             self.limits = replace(self.limits, max_length=known)
         if eos is not None or strings is not None:
             self.limits.own[index] = limits
+        if request.temperature is not None and isinstance(own, Temperatures):
+            own.own[index] = request.temperature
         return context, seed
 
     def _seed(self, index: int, request: Request) -> Tensor:
@@ -329,10 +336,16 @@ class Server:
             self.open[index].show(new[b], self.limits.reasons[index] if ended[b] else None)
 
     def _close(self, index: int) -> Open:
-        """Forget a request that was admitted, and what was kept for it."""
+        """Forget a request that was admitted."""
+        self._forget(index)
+        return self.open.pop(index)
+
+    def _forget(self, index: int) -> None:
+        """Forget what was kept for a request."""
         self.limits.cancelled.pop(index, None)
         self.limits.own.pop(index, None)
-        return self.open.pop(index)
+        if isinstance(own := self.composition.sampling.temperature, Temperatures):
+            own.own.pop(index, None)
 
     def _finished(self, round: Round) -> Iterator[Finished]:
         time = self.time
