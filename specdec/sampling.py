@@ -71,6 +71,11 @@ class Temperatures(Sequence[float]):
     def __len__(self) -> int:
         return sys.maxsize
 
+    def __iter__(self) -> Any:
+        raise TypeError(
+            "a stream's temperatures have no end: take temperatures[request] of a request's number"
+        )
+
     def __repr__(self) -> str:
         return f"Temperatures({self.default})"
 
@@ -298,8 +303,7 @@ class Sampling:
         """``[B]`` float64: each row's own temperature."""
         assert isinstance(self.temperature, Sequence)
         if isinstance(self.temperature, Temperatures):
-            own = [self.temperature[request] for request in context.request.tolist()]
-            return torch.tensor(own, dtype=torch.float64)
+            return torch.tensor([self.temperature[r] for r in context.request.tolist()], dtype=torch.float64)
         last = int(context.request.max()) if context.batch else 0
         if last >= len(self.temperature):
             raise ValueError(

@@ -1,7 +1,7 @@
 """The Python of a page of the documentation, and what it prints.
 
 A block of Python may be followed by what it prints, in a block that begins with the line ```` ```text title="It prints" ````. Numbers and texts differ between
-processors, so the tests compare the first line only, without its numbers, and nothing where the title is "It prints, for example". ``python tests/doc_outputs.py docs/auto.md`` runs a page on one thread and writes what its blocks print.
+processors, so the tests compare the first line only, without its numbers, and nothing where the title is "It prints, for example". ``python tests/doc_outputs.py docs/auto.md`` runs a page on one thread and writes what its blocks print into the page.
 """
 
 from __future__ import annotations

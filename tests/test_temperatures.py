@@ -181,22 +181,21 @@ def test_requests_of_a_stream_may_have_temperatures(executor, verifier, target):
 
 def test_a_stream_forgets_the_temperatures_of_what_has_ended(target):
     decoder = sd.decoder(target).draft(sd.drafts.NGram(), length=2).build()
+    requests = (sd.Request([1, 2, 3 + n], 4, temperature=0.5) for n in range(4))
     seen = []
-
-    def requests():
-        for n in range(4):
-            yield sd.Request([1, 2, 3 + n] * (9 if n == 2 else 1), 4, temperature=0.5)
-
-    def keep(round):
-        seen.append(round)
-
     stream = decoder.serve(
-        requests(), 2, capacity=12, errors="yield", own_temperatures=True, on_round=keep, clock="rounds"
+        requests,
+        2,
+        own_temperatures=True,
+        on_round=lambda round: seen.append(len(table.own)),
+        clock="rounds",
     )
-    server = stream.gi_frame.f_locals["self"]
-    assert [one.finish for one in stream].count("error") == 1
-    assert seen
-    assert server.composition.sampling.temperature.own == {}
+    table = stream.gi_frame.f_locals["self"].composition.sampling.temperature
+    assert len(list(stream)) == 4
+    assert max(seen) == 2
+    assert table.own == {}
+    with pytest.raises(TypeError, match="no end"):
+        0.5 in table  # noqa: B015
 
 
 def test_wrong_temperatures_of_a_streams_requests_are_refused(target):

@@ -149,7 +149,6 @@ class Server:
 
     def _unserved(self, due: Due, finish: str, error: Exception | None = None) -> Finished:
         """The result of a request that never joined."""
-        self._forget(due.number)
         now = self.time
         times = {"arrived": due.arrived, "started": now, "first_token": now, "finished": now}
         text = "" if self.tokenizer else None
@@ -336,16 +335,12 @@ class Server:
             self.open[index].show(new[b], self.limits.reasons[index] if ended[b] else None)
 
     def _close(self, index: int) -> Open:
-        """Forget a request that was admitted."""
-        self._forget(index)
-        return self.open.pop(index)
-
-    def _forget(self, index: int) -> None:
-        """Forget what was kept for a request."""
+        """Forget a request that was admitted, and what was kept for it."""
         self.limits.cancelled.pop(index, None)
         self.limits.own.pop(index, None)
         if isinstance(own := self.composition.sampling.temperature, Temperatures):
             own.own.pop(index, None)
+        return self.open.pop(index)
 
     def _finished(self, round: Round) -> Iterator[Finished]:
         time = self.time

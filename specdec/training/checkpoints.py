@@ -25,7 +25,7 @@ def save(
 
 
 def load(path: Path, settings: Mapping[str, Any], identity: Mapping[str, str]) -> dict[str, Any]:
-    """Read what ``save`` wrote, for a run of the same settings and parts; ``steps`` may be larger.
+    """Read what ``save`` wrote, for a run of the same settings and parts; ``steps`` may be larger, and the precision ``None``.
 
     Raises:
         ValueError: it is of another run.
@@ -34,6 +34,8 @@ def load(path: Path, settings: Mapping[str, Any], identity: Mapping[str, str]) -
     theirs, free = state["settings"], set(_FREE)
     if settings["steps"] > theirs.get("steps", 0):
         free.add("steps")  # training continues: the rates follow the longer run from here
+    if settings["precision"] is None:
+        free.add("precision")
     differ = [n for n in settings if n not in free and settings[n] != theirs.get(n)]
     if differ:
         raise ValueError(

@@ -14,10 +14,15 @@ from torch import Tensor
 
 
 def quick(device: torch.device | str) -> torch.dtype:
-    """bfloat16 on a device with instructions for its products (a GPU, a CPU with AMX or AVX-512-BF16), else float32."""
-    cpu = torch.device(device).type == "cpu"
-    slow = cpu and not (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
-    return torch.float32 if slow else torch.bfloat16
+    """bfloat16 on a device with instructions for its products (a GPU; a CPU with AMX, AVX-512-BF16 or Arm's), else float32."""
+    if torch.device(device).type != "cpu":
+        return torch.bfloat16
+    has = torch.cpu.get_capabilities()
+    return (
+        torch.bfloat16
+        if any(has.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+        else torch.float32
+    )
 
 
 def arithmetic(precision: torch.dtype | None) -> str:
@@ -26,17 +31,10 @@ def arithmetic(precision: torch.dtype | None) -> str:
     return name if precision == torch.float32 else f"{name} with float32 master weights"
 
 
-def muon(params: Any, device: torch.device | str, **settings: Any) -> torch.optim.Muon:
-    """PyTorch's Muon where ``device`` multiplies bfloat16, else ours with products of float32."""
-    return (Muon if quick(device) == torch.float32 else torch.optim.Muon)(params, **settings)
-
-
 class Muon(torch.optim.Muon):
     """``torch.optim.Muon`` with its products in ``products`` and the original adjustment of rates; it has the same state."""
 
-    def __init__(self, params: Any, products: torch.dtype = torch.float32, **settings: Any):
-        super().__init__(params, **settings)
-        self.products = products
+    products = torch.float32
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

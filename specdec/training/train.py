@@ -43,8 +43,8 @@ class Settings:
         steps: optimiser steps; if a checkpoint was made with fewer, its training continues at the rates of the longer run.
         batch: sequences per step, over all processes. muon_lr, adam_lr: peak learning rates of the blocks' matrices and of all
             other weights. weight_decay: of the matrices, times the rate. warmup, decay: shares of the steps in which the rate rises
-            and falls linearly. clip: largest gradient norm. precision: of the arithmetic; ``None``: bfloat16 on GPUs and
-            on CPUs that multiply it (AMX, AVX-512-BF16), and float32 on others, which need many times as long for it.
+            and falls linearly. clip: largest gradient norm. precision: of forward and backward; ``None``: that of the
+            checkpoint, or bfloat16 on GPUs and on CPUs with instructions for it (AMX, AVX-512-BF16), else float32. Muon's products follow the processor.
         compile: torch.compile of the loss (its passes over the vocabulary cost as much as the draft on a CPU). seed: of the order
             of the sequences.
         validate_every: steps between validations (0: at the end only). checkpoint_minutes: time between checkpoints.
@@ -169,8 +169,6 @@ def train(
         )
     accelerator = Accelerator() if accelerator is None else accelerator
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
-    precision = settings.precision or quick(device)
-    settings = replace(settings, precision=precision)
     if settings.batch % world:
         raise ValueError(f"batch is {settings.batch}: it must be a multiple of the {world} processes")
     needs = needs_target(loss)
@@ -192,8 +190,7 @@ def train(
     reads = tuple(forward.layers(draft))
     source = source_of(data, target if needs or head or reads else None, reads)
     held = None if validation is None else source_of(validation, target, reads)
-    ends = lowered(ends, device, precision)
-    report, path = Trained(settings), None if checkpoint is None else Path(checkpoint)
+    path = None if checkpoint is None else Path(checkpoint)
     identity = {
         "loss": repr(loss),
         "forward": repr(forward),
@@ -201,7 +198,18 @@ def train(
         "sequences": str(len(source)),
         "draft": checkpoints.described(draft),
     }
-    run = Weights(draft, settings, device, ends)
+    state = None
+    if path is not None and path.exists():
+        state = checkpoints.load(path, asdict(settings), identity)
+    products = quick(device)
+    precision = settings.precision or (products if state is None else state["settings"]["precision"])
+    if world > 1:  # the processors may differ
+        from accelerate.utils import broadcast_object_list
+
+        precision, products = broadcast_object_list([precision, products])
+    settings = replace(settings, precision=precision)
+    report, ends = Trained(settings), lowered(ends, device, precision)
+    run = Weights(draft, settings, device, ends, products)
     recent: list[Tensor] = []
     between = False  # two steps: what is kept then can be continued
 
@@ -214,8 +222,7 @@ def train(
     try:
         run.share(accelerator)
         judge = Judge(draft, loss, ends.logits, settings.compile)
-        if path is not None and path.exists():
-            state = checkpoints.load(path, asdict(settings), identity)
+        if state is not None:
             run.restore(state)
             report.tokens, report.seconds, report.curve = (state[n] for n in ("tokens", "seconds", "curve"))
             recent = [loss.to(device) for loss in state.get("recent", ())]  # absent in older checkpoints

@@ -1,4 +1,4 @@
-"""The weights of a draft in training: float32 copies that optimisers update, beside the low-precision ones that the forward uses."""
+"""The weights of a draft in training: float32 copies that optimisers update, beside those that the forward uses, in the training's precision."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import nn
 from specdec.configs import setting
 from specdec.drafts.heads.model import HeadModel
 from specdec.forward.ends import Ends
-from specdec.training.muon import muon
+from specdec.training.muon import Muon
 
 
 class Weights:
     """Trains the parameters of ``draft`` that require a gradient, in ``precision`` on ``device``; the others keep their values.
 
     Args:
-        settings: ``train.Settings``. ends: of the target, which a head uses meanwhile, in the same precision.
+        settings: ``train.Settings``. ends: of the target, which a head uses meanwhile, in the same precision. products: what Muon multiplies in.
     Raises:
         ValueError: a language model without blocks named ``layers.``, or nothing to train.
     """
 
-    def __init__(self, draft: Any, settings: Any, device: torch.device, ends: Ends):
+    def __init__(self, draft: Any, settings: Any, device: torch.device, ends: Ends, products: torch.dtype):
         trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
         if not trained:
             raise ValueError("draft: no weight requires a gradient, so there is nothing to train")
@@ -46,14 +46,15 @@ class Weights:
         draft.train()
         # Parameters only: draft.to(...) would round the rotary embedding's frequencies too.
         for p in trained.values():
-            p.data = p.data.to(settings.precision)
+            p.data = p.data.to(settings.precision, copy=True)  # it may be the target's storage
         self.pairs = [(p, self.master[name]) for name, p in trained.items()]
         self.matrices = [p for name, p in self.master.items() if name in wide]
         rest = [p for name, p in self.master.items() if name not in wide]
         self.optimisers: dict[str, torch.optim.Optimizer] = {}
         if self.matrices:
+            muon = Muon if products == torch.float32 else torch.optim.Muon
             self.optimisers["muon"] = muon(
-                self.matrices, device, lr=settings.muon_lr, momentum=0.95, weight_decay=settings.weight_decay
+                self.matrices, lr=settings.muon_lr, momentum=0.95, weight_decay=settings.weight_decay
             )
         if rest:
             self.optimisers["adam"] = torch.optim.AdamW(
@@ -133,7 +134,7 @@ def matrices(draft: Any) -> set[str]:
 
 
 def lowered(ends: Ends, device: torch.device, dtype: torch.dtype) -> Ends:
-    """Copies of a target's embedding and head, without gradients; the target keeps its own."""
+    """A target's embedding and head in ``dtype``, without gradients; the target keeps its own."""
     made: dict[int, Any] = {}
 
     def low(module: Any) -> Any:
@@ -146,7 +147,7 @@ def lowered(ends: Ends, device: torch.device, dtype: torch.dtype) -> Ends:
 
 
 def _with_copies(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A twin of ``module`` with the same parameters, but copies in ``dtype`` of those without gradients, which may be the target's."""
+    """A twin of ``module`` with the same parameters, but those without gradients, which may be the target's, in ``dtype``."""
     twin = copy.copy(module)
     twin._parameters = {
         name: p if p is None or p.requires_grad else nn.Parameter(p.detach().to(dtype), requires_grad=False)
