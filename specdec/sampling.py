@@ -253,9 +253,9 @@ class Sampling:
         Entries of nodes that do not exist are valid distributions, but arbitrary ones.
         """
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        own = self._by_row(context) if self.by_request else torch.ones(0)
-        mixed = bool((own == 0).any())
-        if mixed and type(self).scores is Sampling.scores:
+        own = self._by_row(context) if self.by_request else None
+        mixed = own is not None and bool((own == 0).any())
+        if own is not None and mixed and type(self).scores is Sampling.scores:
             return self._mixed(wide, own, context, proposal, first)
         scores = self.scores(wide, context, proposal, first)
         if self.greedy:
@@ -269,7 +269,7 @@ class Sampling:
                 _refuse(self.scores(logits, context, proposal, first).amax(-1), whose)
 
         _defer_finite(probs.select(-1, 0), refuse)  # NaN everywhere in a row that has no distribution
-        if mixed:  # a subclass has scores of its own
+        if own is not None and mixed:  # a subclass has scores of its own
             rows = (own == 0).nonzero()[:, 0].to(probs.device)
             token = _largest(scores[rows])[1]
             probs[rows] = torch.zeros_like(scores[rows]).scatter_(-1, token[..., None], 1)

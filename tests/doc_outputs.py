@@ -58,7 +58,7 @@ def printed(page: Path) -> list[tuple[Block, str]]:
 
 def first_line(text: str) -> list[str]:
     """The words of the first line, without numbers."""
-    return re.sub(r"[\d.,/]+", "#", text.partition("\n")[0]).split()
+    return re.sub(r"\d[\d.,/]*(e[-+]\d+)?", "#", text.partition("\n")[0]).split()
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ def check(composition: Composition, executor: Executor, settings: Settings) -> N
 
     Raises:
         TypeError: an argument is of another kind.
-        ValueError: a limit or a capacity below 1, an unknown clock, a seed out of range, a stop that never comes, an executor that is not ``Serial``, ``Pipelined`` or ``Ahead``, temperatures of requests with drafts in another process, more
-            micro-batches than rows, or a part whose state cannot take in new rows.
+        ValueError: a limit or a capacity below 1, an unknown clock, a seed out of range, a stop that never comes, an executor that is not ``Serial``, ``Pipelined`` or ``Ahead``,
+            temperatures of requests' own with drafts in another process, more micro-batches than rows, or a part whose state cannot take in new rows.
     """
     at_least(1, "limit", settings.limit, "give the number of rows in flight, at least 1")
     if settings.capacity is not None:

@@ -18,11 +18,8 @@ def quick(device: torch.device | str) -> torch.dtype:
     if torch.device(device).type != "cpu":
         return torch.bfloat16
     has = torch.cpu.get_capabilities()
-    return (
-        torch.bfloat16
-        if any(has.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
-        else torch.float32
-    )
+    fast = any(has.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+    return torch.bfloat16 if fast else torch.float32
 
 
 def arithmetic(precision: torch.dtype | None) -> str:
