@@ -78,7 +78,7 @@ class Pretraining(Streams):
             name: of the checkpoint. minutes: of wall time; the schedule follows the clock. snapshot: minutes, and a function that is
                 called then with the model so far and its summary.
         Returns:
-            the model in bf16, and ``step``, ``tokens``, ``minutes``, ``budget`` and ``curve`` of the run.
+            the model, in bf16 where that is fast (:func:`quick`), and ``step``, ``tokens``, ``minutes``, ``budget`` and ``curve`` of the run.
         Raises:
             FloatingPointError: the loss is not finite.
         """
