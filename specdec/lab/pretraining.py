@@ -21,7 +21,7 @@ from specdec.data.tokens import Batches, write
 from specdec.lab.loading import in_dtype
 from specdec.lab.options import option
 from specdec.lab.streams import Streams
-from specdec.training.muon import Muon, quick
+from specdec.training.muon import muon, quick
 
 
 class Sizes(NamedTuple):
@@ -114,8 +114,7 @@ class _Training:
         self.master = {n: p.detach().clone().requires_grad_() for n, p in self.model.named_parameters()}
         body = [p for n, p in self.master.items() if p.ndim == 2 and "embed" not in n]
         rest = [p for n, p in self.master.items() if p.ndim != 2 or "embed" in n]
-        muon = Muon if quick(self.device) == torch.float32 else torch.optim.Muon
-        self.muon = muon(body, lr=s.muon_lr, momentum=0.95, weight_decay=s.weight_decay)
+        self.muon = muon(quick(self.device), body, s.muon_lr, s.weight_decay)
         self.adam = torch.optim.AdamW(rest, lr=s.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, foreach=True)
         in_dtype(self.model, quick(self.device))
         self.batches: Batches = s.batches("train")

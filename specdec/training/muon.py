@@ -7,6 +7,7 @@ and Muon's take longer than everything else in a step.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,6 +55,12 @@ class Muon(torch.optim.Muon):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(update, alpha=-group["lr"] * math.sqrt(max(1, p.shape[0] / p.shape[1])))
         return loss
+
+
+def muon(products: torch.dtype, matrices: Sequence[Tensor], lr: float, weight_decay: float) -> torch.optim.Muon:
+    """The optimiser of ``matrices`` that multiplies in ``products``, float32 or bfloat16, with momentum 0.95."""
+    kind = Muon if products == torch.float32 else torch.optim.Muon
+    return kind(matrices, lr=lr, momentum=0.95, weight_decay=weight_decay)
 
 
 def orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 from specdec.configs import setting
 from specdec.drafts.heads.model import HeadModel
 from specdec.forward.ends import Ends
-from specdec.training.muon import Muon
+from specdec.training.muon import muon
 
 
 class Weights:
@@ -52,10 +52,7 @@ class Weights:
         rest = [p for name, p in self.master.items() if name not in wide]
         self.optimisers: dict[str, torch.optim.Optimizer] = {}
         if self.matrices:
-            muon = Muon if products == torch.float32 else torch.optim.Muon
-            self.optimisers["muon"] = muon(
-                self.matrices, lr=settings.muon_lr, momentum=0.95, weight_decay=settings.weight_decay
-            )
+            self.optimisers["muon"] = muon(products, self.matrices, settings.muon_lr, settings.weight_decay)
         if rest:
             self.optimisers["adam"] = torch.optim.AdamW(
                 rest, lr=settings.adam_lr, betas=(0.9, 0.95), weight_decay=0.0
