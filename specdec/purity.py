@@ -1,4 +1,4 @@
-"""Whether a logits processor is a pure function of ids and scores: copies of it are called on made-up texts."""
+"""Whether a logits processor is a pure function of ids and scores: copies of it are called on made-up texts, or on the first real one."""
 
 from __future__ import annotations
 
@@ -14,41 +14,74 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 
-def probe(processor: Callable[..., Any], scores: Tensor) -> None:
+def probe(processor: Callable[..., Any], scores: Tensor) -> bool:
     """Refuse a processor that answers otherwise after other calls, or whose state depends on them. The processor itself is not called.
 
     Args:
         scores: ``[1, V]``.
+    Returns:
+        whether that could be judged: a processor may raise on every made-up text, as grammars do.
     Raises:
         TypeError: it cannot be copied, or returns no scores. ValueError: it keeps state.
     """
-    name = named(processor)
-    try:
-        one, two = _copied(processor), _copied(processor)
-    except Exception as error:
-        raise TypeError(
-            f"processors: {name} cannot be copied ({error}), and copies show whether it keeps state between calls: give it a "
-            "__deepcopy__ that returns an equal one"
-        ) from error
     # Lengths of other parity, since state is often where the new text begins.
-    a = torch.zeros(1, 16, dtype=torch.long, device=scores.device)
-    b = torch.ones(1, 25, dtype=torch.long, device=scores.device)
-    try:
-        first = one(a, scores.clone())
-        before = _state(one)
-        then = one(b, scores.clone())
-        again = one(a, scores.clone())
-        alone = two(b, scores.clone())
-    except Exception:  # it rejects made-up texts; a real error shows in the run
-        return
-    for made in (first, then, again, alone):
-        check_scores(processor, made, scores)
-    same = torch.equal(first, again) and torch.equal(then, alone)
-    if not same or before != _state(one) or _state(one) != _state(two):
+    short = torch.zeros(1, 16, dtype=torch.long, device=scores.device)
+    return _pure(processor, scores, short, torch.ones(1, 25, dtype=torch.long, device=scores.device))
+
+
+def probe_at(processor: Callable[..., Any], ids: Tensor, scores: Tensor) -> bool:
+    """``probe`` on a real text ``ids [1, T]``, and on the same with a token that the processor allows there."""
+    one = _copies(processor, 1)[0]
+    first = _answer(one, ids, scores)
+    if isinstance(first, type):
+        return False  # the run will raise it
+    token = check_scores(processor, first, scores).argmax(-1, keepdim=True)
+    return _pure(processor, scores, ids, torch.cat([ids, token.to(ids)], 1))
+
+
+def _pure(processor: Callable[..., Any], scores: Tensor, short: Tensor, long: Tensor) -> bool:
+    one, two = _copies(processor, 2)
+    first = _answer(one, short, scores)
+    before = _state(one)
+    then, again, alone = (_answer(p, ids, scores) for p, ids in ((one, long), (one, short), (two, long)))
+    made = (first, then, again, alone)
+    if all(isinstance(answer, type) for answer in made):
+        return False
+    for answer in made:
+        if not isinstance(answer, type):
+            check_scores(processor, answer, scores)
+    if (
+        not (_same(first, again) and _same(then, alone))
+        or before != _state(one)
+        or _state(one) != _state(two)
+    ):
         raise ValueError(
-            f"processors: {name} keeps state between calls, so its scores at one node would depend on nodes that were dropped: make it a "
+            f"processors: {named(processor)} keeps state between calls, so its scores at one node would depend on nodes that were dropped: make it a "
             "pure function of (ids, scores)"
         )
+    return True
+
+
+def _copies(processor: Callable[..., Any], n: int) -> list[Any]:
+    try:
+        return [_copied(processor) for _ in range(n)]
+    except Exception as error:
+        raise TypeError(
+            f"processors: {named(processor)} cannot be copied ({error}), and copies show whether it keeps state between calls: give it a "
+            "__deepcopy__ that returns an equal one"
+        ) from error
+
+
+def _answer(processor: Callable[..., Any], ids: Tensor, scores: Tensor) -> Any:
+    """What it returns, or the class of what it raises."""
+    try:
+        return processor(ids, scores.clone())
+    except Exception as error:
+        return type(error)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b if isinstance(a, type) or isinstance(b, type) else torch.equal(a, b)
 
 
 def check_scores(processor: object, made: Any, scores: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ from transformers.generation.logits_process import (
 from specdec.arguments import number
 from specdec.kernels.device import Check, defer, to_device
 from specdec.kernels.nucleus import WIDE, nucleus
-from specdec.purity import check_scores, probe
+from specdec.processing import processed
+from specdec.purity import probe, probe_at
 from specdec.types import Context, Proposal
 
 # Processors with state, whose result at one node would depend on other nodes.
@@ -184,6 +185,11 @@ class Sampling:
         return not self.reads_context and all(isinstance(w, TemperatureLogitsWarper) for w in self._warpers)
 
     @cached_property
+    def _undecided(self) -> list[Callable[..., Any]]:
+        """Processors of which ``probe`` could not say whether they keep state."""
+        return []
+
+    @cached_property
     def _temperatures(self) -> Tensor:
         return torch.tensor(self.temperature, dtype=torch.float64)
 
@@ -202,10 +208,12 @@ class Sampling:
         return made
 
     def probe(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        """Refuse processors that return other scores after other calls, or whose state depends on them."""
+        """Refuse processors that return other scores after other calls, or whose state depends on them.
+
+        One that raises on made-up texts is judged at the first text that it is called on.
+        """
         scores = torch.linspace(-2, 2, vocab_size, device=device)[None]
-        for processor in self.processors:
-            probe(processor, scores)
+        self._undecided[:] = [p for p in self.processors if not probe(p, scores)]
 
     def scores(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int = -1) -> Tensor:
         """``logits [B, R, V]`` after processors and truncations; row r belongs to node ``first + r`` (-1: no node).
@@ -313,34 +321,10 @@ class Sampling:
         return self._temperatures[context.request]
 
     def _process(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
-        """Scores of the processors. What follows a token that they forbid keeps its logits: no verifier gets there, and many processors fail there."""
-        out = logits.clone()
-        for b in range(logits.shape[0]):
-            ids = context.tokens[b, : int(context.length[b])].to(logits.device)
-            dead: set[int] = set()
-            for r in range(logits.shape[1]):
-                node = first + r
-                if node >= 0:
-                    if proposal is None or node >= int(proposal.size[b]):
-                        continue
-                    parent = int(proposal.parents[b, node])
-                    above = (
-                        parent - first
-                    )  # the row of logits that the node's token is drawn from, if it is among these
-                    token = int(proposal.tokens[b, node])
-                    if parent in dead or (above >= 0 and float(out[b, above, token]) == -math.inf):
-                        dead.add(node)
-                        continue
-                path: list[int] = []
-                while node >= 0:
-                    path.append(node)
-                    node = int(proposal.parents[b, node])  # type: ignore[union-attr]
-                prefix = torch.cat([ids, proposal.tokens[b, path[::-1]]]) if path else ids  # type: ignore[union-attr]
-                scores = out[b, r][None]  # a copy, which a processor may change in place
-                for processor in self.processors:
-                    scores = check_scores(processor, processor(prefix[None], scores), scores)
-                out[b, r] = scores[0]
-        return out
+        if self._undecided:  # the first prefix that is no made-up text
+            ids = context.tokens[0, : int(context.length[0])].to(logits.device)
+            self._undecided[:] = [p for p in self._undecided if not probe_at(p, ids[None], logits[0, :1])]
+        return processed(self.processors, logits, context, proposal, first)
 
 
 class _TopP(TopPLogitsWarper):
