@@ -55,9 +55,9 @@ class DeferredChecks:
     ) -> None:
         _thread.pending = self._outer
 
-    def settle(self) -> None:
-        """Make the checks that are still deferred."""
-        _copy_and_check((), self)
+    def settle(self, *results: Tensor) -> None:
+        """Make the checks that are still deferred, and wait until ``results`` are there, in the same copy."""
+        _copy_and_check(results, self)
 
 
 def defer(tensor: Tensor, check: Check) -> None:

@@ -255,8 +255,8 @@ def test_interpreted_products_of_one_input_are_one(family):
 
 
 def test_copies_are_small_beside_the_memory():
-    assert small(9 << 30, 141 << 30)
-    assert not small(9 << 30, 80 << 30)
+    assert small(9 << 30, 80 << 30)
+    assert not small(9 << 30, 48 << 30)
 
 
 @pytest.mark.usefixtures("interpreted")

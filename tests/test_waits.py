@@ -52,6 +52,21 @@ def test_a_round_waits_once(draft, verifier, temperature):
         assert said == expected
 
 
+@pytest.mark.parametrize("draft", ["model", "spire"])
+@pytest.mark.parametrize("graphs", [False, "eager"])
+def test_a_pool_waits_until_its_draft_has_drafted(draft, graphs):
+    """Captured chains defer no check, yet the seconds of an arm must be those of its work and not of its launch."""
+    seen = []
+    with FakeDevice() as device:
+        alone = builder_of(draft, graphs, onto).build()
+        pool = {"draft": sd.Arm(alone.draft, 3), "none": sd.Arm(None)}
+        decoder = sd.decoder(alone.target).pool(pool, sd.selectors.Fixed(0)).build()
+        note = lambda _: seen.append(device.waits.total())  # noqa: E731
+        decoder.generate([[1, 2, 3, 4], [7, 8]], 20, seed=3, on_round=note)
+    middle = len(seen) // 2
+    assert seen[middle] - seen[middle - 1] == 2, device.waits
+
+
 def test_a_served_round_waits_once():
     seen = []
     with FakeDevice() as device:

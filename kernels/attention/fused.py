@@ -72,8 +72,11 @@ def fused(
             total = total.masked_fill(blind, float("-inf"))
     else:
         grouped = k.shape[1] != q.shape[1]
-        # With a mask and these shapes, cuDNN has ended a process on an H200.
-        safe = mask is None or mask.is_cpu or grouped
+        # With a mask and these shapes, cuDNN has ended a process on an H200; what remains wants as many heads of keys as of queries.
+        safe = mask is None or mask.is_cpu
+        if grouped and not safe:
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+            grouped = False
         with nullcontext() if safe else sdpa_kernel(WITHOUT_CUDNN):
             out = scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped

@@ -167,8 +167,9 @@ class Pool:
                 mine = torch.zeros_like(budget).index_copy_(0, rows, budget[rows])
             if mine.numpy().any():
                 with DeferredChecks() as later:
-                    made[d], states[d] = self.parts[d].propose(states[d], context, mine, rng)
-                later.settle()  # an arm's seconds include those on its device
+                    drafted, states[d] = self.parts[d].propose(states[d], context, mine, rng)
+                made[d] = drafted
+                later.settle(drafted.tokens)  # an arm's seconds include those on its device
             spent[d] = perf_counter() - began
         seconds = tuple(spent[d] * share if share else 0.0 for d, share in zip(self.arms, teams.share))
         parts = [(p, rows) for d, rows in teams.rows.items() if (p := made[d]) is not None]

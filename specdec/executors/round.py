@@ -78,7 +78,7 @@ class DraftRunner:
         self.verifier.check(proposal)
         self.proposal = proposal
         if settle:
-            later.settle()
+            later.settle(proposal.tokens)
         elif not proposal.tokens.is_cpu:
             # Until the checks are made, invalid ids must not index anything.
             proposal = replace(proposal, tokens=proposal.tokens.clamp(0, self.vocab_size - 1))

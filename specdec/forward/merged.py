@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SHARE = 10  # copies may take this part of a device's memory: one in ten
+SHARE = 8  # copies may take this part of a device's memory: one in eight
 
 
 class Merged:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,12 @@ from torch import Tensor
 from specdec import zoo
 from specdec.arm_policy import Arm
 from specdec.builder import decoder as builder
-from specdec.capabilities import DraftPart
 from specdec.cost.arms import ArmCosts, weights
 from specdec.drafts import Model, NGram
 from specdec.drafts.spire.load import is_spire
 from specdec.drafts.stateless import Stateless
-from specdec.lab.pipeline import for_some, spread, timed
+from specdec.lab.auto_runs import reading
+from specdec.lab.pipeline import for_some, spread, timed, waited
 from specdec.lab.selection import RoundTimes
 from specdec.models.hf import HFModel
 from specdec.parts import as_draft
@@ -114,7 +113,7 @@ def measured(
     decoders = {}
     for i, name in enumerate(arms):
         whole = base.pool(arms, Fixed(i), stacked=True).build() if pooled else alone[name]
-        decoders[name] = {size: for_some(whole, len(prompts), size) for size in sizes}
+        decoders[name] = {size: waited(for_some(whole, len(prompts), size)) for size in sizes}
     kind = {
         name: (weights(arm.draft.model) if isinstance(arm.draft, Model) else name, lengths[name])
         for name, arm in arms.items()
@@ -131,7 +130,7 @@ def measured(
                         for before, here in pairwise(parts)
                     )
             if turn:
-                reads.setdefault(kind[name], []).append(_reading(alone[name].draft, list(prompts[0])))
+                reads.setdefault(kind[name], []).append(reading(alone[name].draft, list(prompts[0])))
     medians = {at: tuple(map(median, zip(*found))) for at, found in runs.items()}
     only = [n for n, a in arms.items() if a.draft is None or isinstance(a.draft, Model | Stateless)]
     points = [
@@ -257,16 +256,3 @@ def _fitted(
     """Coefficients, none negative, of least squares, where the noise's variance is in proportion to the seconds of ``whole`` (default: to those that are fitted)."""
     scale = np.maximum(whole or seconds, 1e-9) ** 0.5
     return nnls(np.array(features) / scale[:, None], np.array(seconds) / scale)[0].tolist()
-
-
-def _reading(draft: Any, ids: list[int]) -> float:
-    """Seconds for a draft to read one token of a prompt."""
-    waits = DraftPart.of(draft).waits
-    if waits is None:
-        return 0.0
-    context = Context.of([ids])
-    with torch.inference_mode():
-        state = waits.empty(context)
-        began = perf_counter()
-        waits.prepare(state, context, None)
-    return (perf_counter() - began) / len(ids)
