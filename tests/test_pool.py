@@ -483,6 +483,11 @@ def test_modelled_costs(models):
         [4 * share + 1, 1, 3]
     )
     assert ArmCosts.of(TABLE, [SMALL]).draft == (0.0,)
+    experts = tiny("qwen3_moe", 0)  # two of four are used
+    of_experts = sum(p.numel() for name, p in experts.named_parameters() if "experts" in name.split("."))
+    used = weights(experts) - of_experts // 2
+    assert of_experts > 0
+    assert ArmCosts.of(sd.HFModel(experts), [one]).draft == (weights(one) / used,)
     with pytest.raises(ValueError, match="need draft >= 0 and verify > 0"):
         ArmCosts((1.0,), verify=0.0)
     with pytest.raises(ValueError, match="need draft >= 0"):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.capabilities import DraftInfo
+from specdec.cost.shapes import Shape
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,16 @@ class ArmCosts:
 
     @staticmethod
     def of(target: Any, drafts: Sequence[Any]) -> ArmCosts:
-        """A pass costs its number of weights, in units of the target's. A draft without a model costs nothing, and one that reads the
+        """A pass costs the weights that a token uses, in units of the target's. A draft without a model costs nothing, and one that reads the
         target's cache with the target's own weights (``drafts.MagicDec``) costs what the target does.
 
         Decoding few tokens at a time is bound by reading weights and, for small models, by the number of calls, which grows with the
         weights, too.
         """
-        whole = weights(target)
+        whole = used_weights(target)
         infos = map(DraftInfo.of, drafts)
         used = [target if info.reads_cache else info.model for info in infos]
-        return ArmCosts(tuple(0.0 if whole == 0 else weights(model) / whole for model in used))
+        return ArmCosts(tuple(0.0 if whole == 0 else used_weights(model) / whole for model in used))
 
 
 def weights(model: Any) -> int:
@@ -58,3 +59,12 @@ def weights(model: Any) -> int:
         return sum(p.numel() for p in model.parameters())
     inner = getattr(model, "model", None)
     return 0 if inner is None else weights(inner)
+
+
+def used_weights(model: Any) -> int:
+    """The parameters that one token uses: ``weights`` without the experts that it does not choose, where ``Shape`` knows the family."""
+    try:
+        shape = Shape.of(model)
+    except (TypeError, ValueError):
+        return weights(model)
+    return weights(model) - (shape.body - shape.active)
