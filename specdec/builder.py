@@ -53,8 +53,8 @@ class Builder:
     def draft(self, draft: DraftLike, length: int | None = None, **options: Unpack[Loading]) -> Builder:
         """The draft, and the longest path that it proposes in a round (default: 4, or the depth of a tree).
 
-        A model (or it and its tokenizer), a hub id, a folder or a pocket model's name becomes ``drafts.Model``, and a SPIRe draft
-        becomes ``drafts.Spire``.
+        A model (or it and its tokenizer), a hub id, a folder or a pocket model's name becomes ``drafts.Model``, a SPIRe draft
+        ``drafts.Spire``, and a head, also the checkpoint of one of another project, ``drafts.Head``.
 
         Args:
             options: of ``HFModel.from_pretrained``, for a hub id or a folder (``dtype=``, ``device_map=``). Without a ``device_map`` the model goes to
@@ -63,7 +63,7 @@ class Builder:
             TypeError: no draft, an option that does not exist, or options for a draft that is in memory already.
         """
         _known("draft", options, DRAFT, "draft", "length")
-        draft = as_draft(draft, "draft", ModelInfo.of(self._target).device, **options)
+        draft = as_draft(draft, "draft", ModelInfo.of(self._target).device, self._target, **options)
         if length is None:
             length = DraftInfo.of(draft).longest or 4
         return replace(self, _draft=draft, _length=length, _selecting=None)
@@ -138,7 +138,7 @@ class Builder:
                 numbers.append(-1)
                 lengths.append(0)
                 continue
-            part = as_draft(part, f"arm {name!r}", ModelInfo.of(self._target).device)
+            part = as_draft(part, f"arm {name!r}", ModelInfo.of(self._target).device, self._target)
             number = next((i for i, u in enumerate(unique) if _same(part, u)), len(unique))
             unique += [part] if number == len(unique) else []
             numbers.append(number)

@@ -98,7 +98,8 @@ METHODS: dict[str, str] = {
     "draft_model": "give the draft model itself: a hub id, a folder, or a model",
     **dict.fromkeys(
         ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "dflash"),
-        "give the draft itself, an object of specdec.drafts (dir(sd.drafts) lists them)",
+        "give the draft itself: the folder or hub id of a head (drafts.heads.load reads it with other settings), or an object of specdec.drafts (dir(sd.drafts) "
+        "lists them)",
     ),
 }
 """Names of vLLM's methods, where a model's name is expected."""

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 from specdec import drafts
 from specdec.drafts.coerce import ModelLike, as_model, in_memory
-from specdec.drafts.heads.load import is_head
+from specdec.drafts.heads.load import is_checkpoint, is_head, load
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.spire import SpireModel
 from specdec.drafts.spire.load import is_spire
@@ -32,8 +32,14 @@ def made(name: str, part: Any, *parts: str) -> None:
         )
 
 
-def as_draft(draft: Any, name: str, device: Any = None, **options: Unpack[Loading]) -> Draft[Any]:
-    """A draft from a draft, a SPIRe model or its folder, or what ``as_model`` takes."""
+def as_draft(
+    draft: Any, name: str, device: Any = None, target: Any = None, **options: Unpack[Loading]
+) -> Draft[Any]:
+    """A draft from a draft, a SPIRe model, a head, the folder of one, or what ``as_model`` takes.
+
+    Args:
+        target: for the checkpoint of a head of another project, which does not say what it was made for.
+    """
     made(name, draft)
     if isinstance(draft, str) and draft in METHODS and not Path(draft).exists():
         raise TypeError(f"{name} is {draft!r}, a name of vLLM's: {METHODS[draft]}")
@@ -54,4 +60,11 @@ def as_draft(draft: Any, name: str, device: Any = None, **options: Unpack[Loadin
         raise TypeError(f"{name} is a mask: give the model that uses it, models.Masked(model, {draft!r})")
     if callable(draft) and not any(hasattr(draft, name) for name in ("config", "score", "as_generate")):
         raise TypeError(f"{name} is a function: give chain_draft(function), which makes it a draft")
+    if is_checkpoint(draft):
+        if target is None or options:
+            raise TypeError(
+                f"{name} is the checkpoint of a head, which reads a target's activations: give drafts.Head(drafts.heads.load({str(draft)!r}, "
+                "target)), with dtype= and other options there"
+            )
+        return drafts.Head(load(draft, target))
     return drafts.Model(as_model(draft, name, device, **options))

@@ -178,8 +178,9 @@ def _nothing() -> Any:
 def _arms(base: Builder, drafts: Mapping[str, Any], lengths: Any) -> dict[str, Arm]:
     """An arm for every draft and length."""
     made: dict[str, Arm] = {}
+    plain = base.draft(_nothing()).build()
     for name, one in drafts.items():
-        draft = as_draft(one, f"draft {name!r}", base.draft(_nothing()).build().device)
+        draft = as_draft(one, f"draft {name!r}", plain.device, plain.target)
         info = DraftInfo.of(draft)
         if info.trees or info.drafts:
             raise ValueError(f"draft {name!r} proposes trees or is a pool: give drafts of chains")

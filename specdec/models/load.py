@@ -34,7 +34,7 @@ def load(name: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
             f"there is no folder {str(name)!r}: give the folder of a saved model, or a hub id"
         )
     else:
-        _check_hub_name(str(name), kwargs)
+        check_hub_name(str(name), kwargs)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **kwargs)
     except Exception as error:
@@ -122,7 +122,7 @@ def _check_folder(folder: Path, options: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_hub_name(name: str, options: Mapping[str, Any]) -> None:
+def check_hub_name(name: str, options: Mapping[str, Any]) -> None:
     """Ask the hub once whether it has a model, unless the model is in the cache: transformers tries for half a minute.
 
     Args:

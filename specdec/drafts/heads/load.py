@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import cached_file
 
 from specdec.drafts.heads.dflash import DFlash
 from specdec.drafts.heads.dflash2 import DFlash2
 from specdec.drafts.heads.dspark import DSpark
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import Tap
-from specdec.drafts.heads.formats import read
+from specdec.drafts.heads.formats import layout_of, read
 from specdec.drafts.heads.medusa import Medusa
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.mtp import MTP
@@ -23,6 +24,7 @@ from specdec.drafts.heads.peagle import PEagle
 from specdec.drafts.heads.stored import FILE
 from specdec.drafts.hub import folder_of
 from specdec.models.fingerprint import unwrapped
+from specdec.models.load import check_hub_name
 from specdec.zoo import files as zoo
 
 HEADS: tuple[type[HeadModel], ...] = (Eagle3, PEagle, MTP, Medusa, DFlash, DFlash2, DSpark)
@@ -83,6 +85,25 @@ def load(
             raise TypeError(f"{folder} holds a head with its own settings: leave taps, ignore and others out")
         return as_head(folder).to(dtype=dtype).bound(target)
     return read(folder, model, taps, ignore, settings).to(dtype=dtype).eval().bound(target)
+
+
+def is_checkpoint(name: Any) -> bool:
+    """Whether a folder, or a hub id, has a head of another project, which ``load`` reads.
+
+    Raises:
+        ValueError, ConnectionError: as for a model's hub id.
+    """
+    if not isinstance(name, (str, os.PathLike)) or name in zoo.names():
+        return False
+    config = Path(name) / "config.json"
+    if not Path(name).exists() and isinstance(name, str) and name.count("/") == 1 and name[0] not in "./~":
+        check_hub_name(name, {})
+        config = Path(cached_file(name, "config.json", _raise_exceptions_for_missing_entries=False) or config)
+    try:
+        found = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and layout_of(found) is not None
 
 
 def read_pocket(name: str, folder: str | Path = zoo.FOLDER) -> tuple[HeadModel, Any]:

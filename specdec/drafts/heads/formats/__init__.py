@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,11 @@ COUNTED_FROM_0 = (
 )
 
 
+def layout_of(config: Mapping[str, Any]) -> Format | None:
+    """The layout that a ``config.json`` has; ``None``: of none that is known."""
+    return next((one for one in FORMATS if one.takes(config)), None)
+
+
 def read(
     folder: Path,
     model: Any,
@@ -44,7 +49,7 @@ def read(
         FileNotFoundError: files are missing. ValueError: the layout is not known; or fields or tensors are missing, unknown or of another shape.
     """
     config = config_of(folder)
-    found = next((one for one in FORMATS if one.takes(config)), None)
+    found = layout_of(config)
     if found is None:
         raise ValueError(
             f"{folder}: no known layout of draft heads has architectures {config.get('architectures')} and model_type "
