@@ -165,9 +165,8 @@ def _texts(target: LanguageModel, generation: Any) -> tuple[list[list[int]], lis
 
 def _ids(given: Any) -> list[list[int]]:
     """The rows of ids of a pair."""
-    rows: list[Any] = (
-        [listed(row) for row in listed(given)] if isinstance(given, (Sequence, Tensor)) else [None]
-    )
+    given = listed(given)
+    rows: list[Any] = [listed(row) for row in given] if isinstance(given, Sequence) else [None]
     for b, row in enumerate(rows):
         if not isinstance(row, Sequence) or not all(isinstance(i, Integral) for i in row):
             raise TypeError(
@@ -210,9 +209,8 @@ def _read(
             proposal = proposal.to(info.device)
         logits = target.score(cache, context, proposal if proposal.nodes else None).logits
         if sampling is None:
-            scores = _wide(logits).log_softmax(
-                -1
-            )  # not the log of a softmax, which has no numbers below 1e-45
+            # Not the logarithm of a softmax, which has no numbers below 1e-45.
+            scores = _wide(logits).log_softmax(-1)
         else:
             scores = _drawn_from(sampling, logits, context, proposal, count)
         _keep(parts, scores, tokens, context, count, top)

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from tiny import byte_tokenizer, tiny
@@ -140,6 +141,14 @@ def test_a_table_by_hand():
     close(every.totals.exp().view(5, 5, 5), TABLE.joint([1, 2], 3), 1e-14)
     close(every.totals.exp().sum(), torch.tensor(1.0, dtype=torch.float64), 1e-14)
     assert bool((every.totals == -math.inf).any())  # a table with zeros
+
+
+def test_tiny_probabilities_are_not_zero():
+    rare = sd.TableModel(torch.tensor([1 - 1e-60, 1e-60], dtype=torch.float64), dtype=torch.float32)
+    found = sd.log_probs(sd.decoder(rare), ([[0]], [[0, 1]]), top=2)
+    assert found[0].dtype == torch.float32
+    torch.testing.assert_close(found[0], torch.tensor([0, -60 * math.log(10)]))
+    torch.testing.assert_close(found.top_values[0][1], torch.tensor([0, -60 * math.log(10)]))
 
 
 def test_a_batch_has_what_each_row_has_alone(llama, written):
@@ -365,5 +374,5 @@ def test_ids_may_be_tensors():
         sd.decoder(TABLE), (torch.tensor([[0, 1], [2, 3]]), torch.tensor([[1, 2], [3, 4]])), top=1
     )
     assert [row.tolist() for row in found] == [row.tolist() for row in expected]
-    one = sd.log_probs(sd.decoder(TABLE), ([[0, 1], [2, 3]], [torch.tensor([1, 2]), [3, 4]]))
+    one = sd.log_probs(sd.decoder(TABLE), ([[0, 1], [2, 3]], [torch.tensor([1, 2]), np.array([3, 4])]))
     assert one[0].tolist() == expected[0].tolist()
