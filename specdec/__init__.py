@@ -53,6 +53,7 @@ _NAMES = {
     "Generation": "specdec.generation",
     "HFModel": "specdec.models",
     "KSeq": "specdec.verifiers",
+    "LogProbs": "specdec.likelihood",
     "ModelInfo": "specdec.capabilities",
     "OptimalTransport": "specdec.verifiers",
     "Philox": "specdec.rng",
@@ -76,6 +77,7 @@ _NAMES = {
     "compare": "specdec.lab.live",
     "decoder": "specdec.builder",
     "load": "specdec.builder",
+    "log_probs": "specdec.likelihood",
 }
 _MODULES = {module.name for module in iter_modules(__path__)}
 
@@ -112,6 +114,8 @@ if TYPE_CHECKING:  # for type checkers and editors, to which a missing name is a
     from specdec.generation import Generation as Generation
     from specdec.lab.auto import auto as auto
     from specdec.lab.live import compare as compare
+    from specdec.likelihood import LogProbs as LogProbs
+    from specdec.likelihood import log_probs as log_probs
     from specdec.models import HFModel as HFModel
     from specdec.models import TableModel as TableModel
     from specdec.rng import Philox as Philox
@@ -171,6 +175,7 @@ __all__ = [
     "Generation",
     "HFModel",
     "KSeq",
+    "LogProbs",
     "ModelInfo",
     "OptimalTransport",
     "Philox",
@@ -196,6 +201,7 @@ __all__ = [
     "executors",
     "kernels",
     "load",
+    "log_probs",
     "selectors",
     "tree",
     "verifiers",

@@ -147,6 +147,7 @@ class ModelInfo(_Info):
         generation_processors, generation_sampling: settings of the generation config that the library does not apply by itself.
         concurrent: several threads may use the model at a time. If not, it must not run at the same time as a model with the same
             ``engine``, the object that runs its forwards.
+        longest_chain: the most proposed tokens of a row that ``score`` takes in a chain (``None``: no limit).
     """
 
     device: torch.device | None = None
@@ -157,6 +158,7 @@ class ModelInfo(_Info):
     generation_sampling: Mapping[str, Any] = field(default_factory=dict)
     concurrent: bool = True
     engine: object = None
+    longest_chain: int | None = None
 
     def shares_with(self, other: ModelInfo) -> bool:
         """Whether the two models must not run at the same time."""

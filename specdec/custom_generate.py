@@ -210,7 +210,11 @@ class CustomGenerate:
             )
         asked = [name for name in _OUTPUTS if setting(config, name)]
         if asked:
-            raise ValueError(f"{asked[0]} is set and a decoder keeps no such tensors: leave it out")
+            scores = asked[0] in ("output_scores", "output_logits")
+            raise ValueError(
+                f"{asked[0]} is set and a decoder keeps no such tensors: leave it out"
+                + (", and give prompts and ids to sd.log_probs afterwards" if scores else "")
+            )
         if input_ids.shape[1] == 0:
             raise ValueError("input_ids is empty: a decoder reads ids; give input_ids, not inputs_embeds")
         unknown = sorted(

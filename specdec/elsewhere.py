@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 _SAMPLING = "it is set when the decoder is composed: .sampling({name}={value}).build()"
 _PENALTY = "give .sampling(processors=({class_}({value}),)), with transformers' {class_}"
 _RESULT = "the result always has ids, texts, finish, stats and row_stats"
+_AFTERWARDS = "; sd.log_probs(decoder, out{sampled}) gives the log-probabilities of its tokens"
 _ONE = "rows are decoded by sampling or greedily; there is no beam search"
 _NO_CACHE = "the decoder makes its own caches"
 _RAGGED = "rows may have any lengths, and nothing is padded"
@@ -56,8 +57,11 @@ GENERATE: dict[str, str] = {
     "past_key_values": _NO_CACHE,
     "cache": _NO_CACHE,
     "return_dict_in_generate": _RESULT,
-    "output_scores": _RESULT + "; on_round sees the scores of every round",
-    "output_logits": _RESULT + "; on_round sees the logits of every round",
+    "output_scores": _RESULT
+    + _AFTERWARDS.format(sampled=", sampled=True")
+    + ", and on_round sees every round",
+    "output_logits": _RESULT + _AFTERWARDS.format(sampled="") + ", and on_round sees every round",
+    "logprobs": "give the result to sd.log_probs(decoder, out, top={value})",
     "tokenizer": "give it with the target: sd.decoder((model, tokenizer)), or sd.HFModel(model, tokenizer)",
     "custom_generate": "it is the other way round: model.generate(..., custom_generate=decoder.as_generate())",
     "inputs": "here it is prompts",

@@ -123,6 +123,11 @@ class Masked(HFModel):
         return self.block + (self.steps is not None)
 
     @property
+    def longest_chain(self) -> int | None:
+        """The most proposed tokens of a row in a chain: a ring has room for a block of them."""
+        return None if self.reach is None else self.block
+
+    @property
     def fast_chain(self) -> Literal["slots", "ring"] | None:
         return "ring" if type(self) is Masked and self.reach is not None else None
 

@@ -69,7 +69,11 @@ class Translated:
     @property
     def info(self) -> ModelInfo:
         own = ModelInfo.of(self.model)
-        return replace(own, tokenizer=self.tokenizer, max_positions=None, eos_token_ids=())
+        limits = [n for n in (own.longest_chain, self.limit and self.block) if n is not None]
+        longest = min(limits, default=None)
+        return replace(
+            own, tokenizer=self.tokenizer, max_positions=None, eos_token_ids=(), longest_chain=longest
+        )
 
     def cache(self, batch: int, capacity: int) -> TranslatedCache:
         """As ``LanguageModel.cache``; the model's own cache is made when a text is read, and made anew where texts have become too long for it."""
