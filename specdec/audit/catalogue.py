@@ -39,9 +39,12 @@ from specdec.audit.composed import (
 )
 from specdec.audit.lossy import lossy
 from specdec.builder import Builder, DraftLike, decoder
+from specdec.cost.rounds import RoundTable
+from specdec.drafts.heads.static_tree import StaticTree
 from specdec.executors import Optimistic, Pipelined
 from specdec.models import TableModel
 from specdec.sampling import Sampling
+from specdec.selectors.planner import Planner
 from specdec.verifiers import BlockVerification, Coupled, Rejection
 
 
@@ -49,6 +52,7 @@ def everything() -> list[Composition]:
     """All claims, then what is declared lossy, then all planted biases."""
     parts = (
         chains,
+        lookups,
         trees,
         blocks,
         samplings,
@@ -84,6 +88,32 @@ def chains() -> Iterator[Composition]:
     yield Composition("n-gram k=3", BASE.draft(drafts.NGram(), length=3), 5, ((0, 1, 0), (2, 2)))
     warm = BASE.draft(drafts.Model(OTHER, Sampling(temperature=0.5)), length=2).sampling(temperature=1.3)
     yield Composition("chain k=2 drawn at its own temperature", warm, 4)
+
+
+def lookups() -> Iterator[Composition]:
+    """Drafts that look texts up, a draft that guesses another's tokens, and a selector that plans by seconds."""
+    texts = ((0, 1, 0), (2, 2))
+    corpus = drafts.Corpus(((0, 1, 2, 0, 1, 0), (2, 2, 1, 0)))
+    followers = drafts.Recycling(StaticTree(((0,), (1,), (0, 0))))
+    for name, draft in (
+        ("suffixes of the text", drafts.Suffix(min_chance=0.0)),
+        ("retrieval from a corpus", drafts.Retrieval(corpus, min_match=1, min_chance=0.0)),
+        ("the target's own followers, a tree", followers),
+        ("cascade, n-gram guesses", drafts.Cascade(OTHER, drafts.NGram(), ahead=2)),
+        ("cascade, guesses of a model", drafts.Cascade(OTHER, drafts.Model(MODEL), ahead=2)),
+    ):
+        yield Composition(name, BASE.draft(draft, length=2), 4, texts)
+    table = RoundTable(
+        (1, 4),
+        (1.0, 1.2),
+        ((0.0, 0.0), (0.02, 0.03), (0.4, 0.5)),
+        ((0.0, 0.0), (0.35, 0.1), (0.4, 0.15)),
+        (0.0,) * 3,
+    )
+    chances = (((2.0, 2.0), *((2.0, 1.2),) * 2),)
+    planner = Planner(((-1, 0), (0, 1), (0, 2)), table, (chances,), ((1.0,),), trust=2.0, memory=4.0)
+    arms = {"none": None, "one": Arm(CHAIN, 1), "two": Arm(CHAIN, 2)}
+    yield Composition("a planner that learns while it decodes", BASE.pool(arms, planner), 4)
 
 
 def trees() -> Iterator[Composition]:
