@@ -98,6 +98,11 @@ def accepted(made):
         ("dflash2", "recorded", 6, sd.Rejection(), 1.0),
         ("dspark", "eager", 6, sd.Rejection(), 1.0),
         ("dspark, strided", "eager", 7, sd.Coupled(), 0.7),
+        ("dflash, sliding", "recorded", 6, sd.Rejection(), 1.0),
+        ("dflash, sliding, window", "eager", 6, sd.Coupled(), 1.0),
+        ("dspark, sliding", "eager", 6, sd.Rejection(), 1.0),
+        ("eagle3, sliding", "eager", 6, sd.Rejection(), 1.0),
+        ("peagle, sliding", "recorded", 5, sd.Rejection(), 1.0),
         *(
             pytest.param(name, graphs, length, verifier, 1.0, marks=pytest.mark.slow)
             for name in HEADS
@@ -134,7 +139,14 @@ def test_a_reduced_vocabulary():
 
 @pytest.mark.parametrize("graphs", ["eager", pytest.param("recorded", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name", ["window", "strided", "dflash, window", pytest.param("one position", marks=pytest.mark.slow)]
+    "name",
+    [
+        "window",
+        "strided",
+        "dflash, window",
+        "dflash, sliding, window",
+        pytest.param("one position", marks=pytest.mark.slow),
+    ],
 )
 def test_rings_that_wrap(monkeypatch, name, graphs):
     """As long as chains may be: one position more, and a slot would be overwritten that is still seen."""

@@ -142,7 +142,9 @@ OTHERS = {
     "mtp, own ends": makes(MTP, ("final",), own_embedding=True, own_head=True),
     "medusa, the target's output": makes(Medusa, (2,), heads=4, own_head=False),
     "dspark, vanilla, window": makes(DSpark, blocks=1, block_size=3, rank=4, mask=streaming(5, 1)),
-    "dflash, sliding, from slots": makes(DFlash, blocks=2, block_size=5, windows=[7, None], windows_from="slot"),
+    "dflash, sliding, from slots": makes(
+        DFlash, blocks=2, block_size=5, windows=[7, None], windows_from="slot"
+    ),
     "dflash, sliding, window": makes(DFlash, blocks=2, block_size=4, windows=[3, None], mask=streaming(5, 1)),
     "dflash2, sliding, both directions": makes(
         DFlash2, blocks=2, block_size=4, rank=5, top_k=6, windows=[4, 9], windows_causal=False
