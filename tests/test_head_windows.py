@@ -1,14 +1,9 @@
-"""Heads whose layers have sliding windows: logits of attention that is written out here, and what is read, kept and written of them."""
+"""Heads whose layers have sliding windows: their logits are those of attention that is written out here."""
 
 from __future__ import annotations
 
-import json
-import shutil
-
 import pytest
 import torch
-from fixtures.export_speculators import FOLDER
-from fixtures.export_speculators import target as plain_target
 from test_head_contract import BUDGETS, PROMPTS, makes
 from tiny import tiny
 from torch.nn.functional import rms_norm, silu
@@ -16,7 +11,6 @@ from torch.nn.functional import rms_norm, silu
 import specdec as sd
 from specdec.drafts import heads
 from specdec.drafts.heads import DFlash, DFlash2, DSpark, DynamicTree, Eagle3, Head, PEagle
-from specdec.drafts.heads.windows import sights_of
 from specdec.masks import streaming
 from specdec.training.anchored import blocks
 
@@ -271,142 +265,3 @@ def test_windows_that_are_none_are_refused(target, settings, message):
         PEagle.from_target(target, blocks=1, depth=3, windows=[2])
     with pytest.raises(ValueError, match="windows has 2 entries"):
         Eagle3.from_target(target, windows=[2, 2])
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model():
-    return plain_target().double()
-
-
-def changed(folder, case, body=(), without=(), **fields):
-    """A checkpoint of speculators with other fields of its config and of its body's."""
-    shutil.copytree(FOLDER / case, folder, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text())
-    config["transformer_layer_config"] |= dict(body)
-    config |= fields
-    config = {name: value for name, value in config.items() if name not in without}
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def sliding(*layers, count=2, size=8):
-    kinds = ["sliding_attention" if i in layers else "full_attention" for i in range(count)]
-    return {"layer_types": kinds, "use_sliding_window": True, "sliding_window": size}
-
-
-@pytest.mark.parametrize(
-    "case", ["dflash", "dflash-anchor", "dflash2", "dspark-rnn", "eagle3-norms", "peagle"]
-)
-def test_windows_of_speculators_are_read_and_written(tmp_path, model, case):
-    count = len(heads.load(FOLDER / case, model).layers)
-    body = sliding(0, count=count) | ({"model_type": "llama"} if case == "peagle" else {})
-    changed(tmp_path / "in", case, body)
-    head = heads.load(tmp_path / "in", model)
-    eagle = isinstance(head, Eagle3)
-    both = case == "dflash2"  # whose fixture says so
-    origin = "slot" if case == "peagle" else "anchor"
-    assert head.sights == sights_of([8] + [None] * (count - 1), count, 4, origin, eagle or not both)
-    heads.export(head, tmp_path / "out", model, verifier="x/y")
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert {name: written["transformer_layer_config"][name] for name in sliding()} == sliding(0, count=count)
-    assert written.get("sliding_window_non_causal", False) == both
-    again = heads.load(tmp_path / "out", model)
-    assert again.sights == head.sights
-    assert again.settings == head.settings
-
-
-def test_the_direction_of_windows_is_read(tmp_path, model):
-    for case, missing in (("dflash", True), ("dflash2", False), ("dspark-rnn", True)):
-        changed(tmp_path / case, case, sliding(0, 1), without=["sliding_window_non_causal"])
-        assert [s.causal for s in heads.load(tmp_path / case, model).sights] == [missing] * 2
-        for value in (False, True):
-            changed(tmp_path / f"{case}-{value}", case, sliding(0, 1), sliding_window_non_causal=value)
-            found = heads.load(tmp_path / f"{case}-{value}", model).sights
-            assert [s.causal for s in found] == [not value] * 2
-
-
-@pytest.mark.parametrize(
-    ("body", "windows"),
-    [
-        (
-            {**sliding(0, 1), "sliding_window": None},
-            [4096, 4096],
-        ),  # the default of Qwen3's config, which saving leaves out
-        ({"layer_types": None, "use_sliding_window": True, "sliding_window": 8}, None),  # from layer 28 on
-        (
-            {"layer_types": None, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-            [None, 8],
-        ),
-        ({"sliding_window": 8, "use_sliding_window": True}, None),
-    ],
-)
-def test_fields_mean_what_they_mean_in_the_config_of_qwen3(tmp_path, model, body, windows):
-    from transformers import Qwen3Config
-
-    changed(tmp_path, "dflash", body)
-    head = heads.load(tmp_path, model)
-    assert head.settings["windows"] == windows
-    fields = {name: value for name, value in body.items() if value is not None}
-    there = Qwen3Config(
-        **{"layer_types": ["full_attention"] * 2, **fields} if "layer_types" not in body else fields,
-        num_hidden_layers=2,
-    )
-    kinds = there.layer_types[:2]
-    assert (windows or [None, None]) == [
-        there.sliding_window if k == "sliding_attention" else None for k in kinds
-    ]
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (
-            {"layer_types": ["sliding_attention"] * 2},
-            r"use_sliding_window is False.*ignore=\('transformer_layer_config\.layer_types',\)",
-        ),
-        ({**sliding(0), "sliding_window": 0}, "sliding_window is 0"),
-        (
-            {**sliding(0), "layer_types": ["sliding_attention", "chunked_attention"]},
-            "layer_types is .*'chunked_attention'",
-        ),
-        ({**sliding(0), "layer_types": ["sliding_attention"]}, "one for each of 2 layers"),
-    ],
-)
-def test_windows_without_a_meaning_are_refused(tmp_path, model, body, message):
-    changed(tmp_path, "dflash", body)
-    with pytest.raises(ValueError, match=message):
-        heads.load(tmp_path, model)
-
-
-def test_the_remedy_for_a_window_that_the_config_drops_is_one(tmp_path, model):
-    changed(tmp_path, "dflash", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8})
-    ignore = ("transformer_layer_config.layer_types",)
-    assert heads.load(tmp_path, model, ignore=ignore).sights == (None, None)
-    head = heads.load(tmp_path, model, ignore=ignore, windows=[8, 8])
-    assert head.sights == sights_of([8, 8], 2, head.block_size)
-
-
-def test_a_head_with_windows_that_the_layout_has_not_is_not_exported(tmp_path, model):
-    wrapped = sd.HFModel(model)
-    for settings, message in (
-        ({"windows": [4, 6]}, r"windows has \[4, 6\]: .* one size"),
-        ({"windows": [8, 8], "windows_from": "slot"}, "windows_from is 'slot': .* windows_from='anchor'"),
-    ):
-        head = DFlash.from_target(wrapped, blocks=2, block_size=4, mask_token=5, **settings)
-        with pytest.raises(ValueError, match=message):
-            heads.export(head, tmp_path, model, verifier="x/y")
-
-
-def test_a_missing_norm_before_residual_is_asked_for_where_engines_differ(tmp_path, model):
-    changed(tmp_path / "eagle3", "eagle3-norms", without=["norm_before_residual"])
-    with pytest.raises(
-        ValueError, match="lacks norm_before_residual, for which speculators takes False and vLLM True"
-    ):
-        heads.load(tmp_path / "eagle3", model)
-    for value in (False, True):
-        head = heads.load(tmp_path / "eagle3", model, norm_before_residual=value)
-        assert head.settings["norm_before_residual"] is value
-    changed(tmp_path / "peagle", "peagle", without=["norm_before_residual"])
-    assert heads.load(tmp_path / "peagle", model).settings["norm_before_residual"] is False
