@@ -25,7 +25,8 @@ def changed(folder, case, body=(), without=(), **fields):
     """A checkpoint of speculators with other fields of its config and of its body's."""
     shutil.copytree(FOLDER / case, folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
-    config["transformer_layer_config"] |= dict(body)
+    layer = config["transformer_layer_config"] | dict(body)
+    config["transformer_layer_config"] = {name: value for name, value in layer.items() if value != "missing"}
     config |= fields
     config = {name: value for name, value in config.items() if name not in without}
     (folder / "config.json").write_text(json.dumps(config))
@@ -71,12 +72,20 @@ def test_the_direction_of_windows_is_read(tmp_path, model):
     ("body", "windows"),
     [
         (
-            {**sliding(0, 1), "sliding_window": None},
+            {**sliding(0, 1), "sliding_window": "missing"},
             [4096, 4096],
         ),  # the default of Qwen3's config, which saving leaves out
-        ({"layer_types": None, "use_sliding_window": True, "sliding_window": 8}, None),  # from layer 28 on
         (
-            {"layer_types": None, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            {"layer_types": "missing", "use_sliding_window": True, "sliding_window": 8},
+            None,
+        ),  # from layer 28 on
+        (
+            {
+                "layer_types": "missing",
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "max_window_layers": 1,
+            },
             [None, 8],
         ),
         ({"sliding_window": 8, "use_sliding_window": True}, None),
@@ -86,7 +95,7 @@ def test_fields_mean_what_they_mean_in_the_config_of_qwen3(tmp_path, model, body
     changed(tmp_path, "dflash", body)
     head = heads.load(tmp_path, model)
     assert head.settings["windows"] == windows
-    fields = {name: value for name, value in body.items() if value is not None}
+    fields = {name: value for name, value in body.items() if value != "missing"}
     there = Qwen3Config(
         **{"layer_types": ["full_attention"] * 2, **fields} if "layer_types" not in body else fields,
         num_hidden_layers=2,
@@ -105,6 +114,7 @@ def test_fields_mean_what_they_mean_in_the_config_of_qwen3(tmp_path, model, body
             r"use_sliding_window is False.*ignore=\('transformer_layer_config\.layer_types',\)",
         ),
         ({**sliding(0), "sliding_window": 0}, "sliding_window is 0"),
+        ({**sliding(0), "sliding_window": None}, "sliding_window is None"),
         (
             {**sliding(0), "layer_types": ["sliding_attention", "chunked_attention"]},
             "layer_types is .*'chunked_attention'",
@@ -163,6 +173,11 @@ SLIDING = {
 def test_windows_of_z_lab_contain_the_slot_and_are_causal(tmp_path, model, field, causal):
     written(tmp_path / "z", "z-lab", config={"block_size": 4, "dflash_config": INNER, **SLIDING, **field})
     assert heads.load(tmp_path / "z", model).sights == sights_of([8, None], 2, 4, "slot", causal)
+    inner = {**INNER, "causal": False}  # vLLM's field, of which is_causal takes precedence
+    config = {"block_size": 4, "dflash_config": inner, **SLIDING, **field}
+    written(tmp_path / "v", "z-lab", config=config)
+    kept = causal and field.get("is_causal") is not None
+    assert heads.load(tmp_path / "v", model).sights == sights_of([8, None], 2, 4, "slot", kept)
     written(tmp_path / "s", "SpecForge, DSpark", config={**SLIDING, **field})
     spark = heads.load(tmp_path / "s", model)
     assert type(spark) is DSpark

@@ -75,7 +75,7 @@ def windows_of(
     kinds = kinds[:layers]
     if SLIDING not in kinds:
         return None
-    if qwen and used and size is None:
+    if qwen and used and "sliding_window" not in fields.values:
         size = 4096  # the default, which a config that was saved does not have
     if (qwen and not used) or type(size) is not int or size < 1:
         lacking = "use_sliding_window is False" if qwen and not used else f"sliding_window is {size!r}"

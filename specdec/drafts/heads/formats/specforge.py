@@ -57,7 +57,7 @@ def _dspark(fields: Fields, config: LlamaConfig, blocks: int) -> Plan:
     more.only("projector_type", None, "dspark")
     more.skip("attention_mode", "confidence_head_alpha")
     layers = fields.need("num_hidden_layers")
-    settings = {**block_of(fields, more, layers), **sight_of(fields, layers), "anchor_first": True}
+    settings = {**block_of(fields, more, layers), **sight_of(fields, more, layers), "anchor_first": True}
     alpha = bool(more.get("confidence_head_alpha", 0.0))
     default = {"markov_rank": 0, "enable_confidence_head": alpha, "confidence_head_with_markov": False}
     return with_markov(
