@@ -44,6 +44,14 @@ HEADS = {
     "peagle": (PEagle, {"depth": 6}),
     "dflash": (DFlash, {"blocks": 2, "block_size": 9}),
     "dflash, window": (DFlash, {"block_size": 7, "mask": streaming(6, 2), "blocks": 2}),
+    "dflash, sliding": (DFlash, {"blocks": 3, "block_size": 7, "windows": [5, None, 9]}),
+    "dflash, sliding, window": (
+        DFlash,
+        {"blocks": 2, "block_size": 7, "windows": [8, None], "windows_from": "slot", "mask": streaming(9, 2)},
+    ),
+    "dspark, sliding": (DSpark, {"blocks": 2, "rank": 8, "windows": [3, 5], "windows_causal": False}),
+    "eagle3, sliding": (Eagle3, {"blocks": 2, "windows": [4, None]}),
+    "peagle, sliding": (PEagle, {"blocks": 2, "depth": 6, "windows": [7, None]}),
     "dflash2": (DFlash2, {"blocks": 1, "block_size": 7, "anchor_first": True, "top_k": 40}),
     "dspark": (DSpark, {"blocks": 1, "rank": 8, "markov": "rnn"}),
     "dspark, strided": (DSpark, {"blocks": 1, "mask": Causal() & Window(9) & (Strided(3) | Sinks(1))}),
@@ -90,6 +98,11 @@ def accepted(made):
         ("dflash2", "recorded", 6, sd.Rejection(), 1.0),
         ("dspark", "eager", 6, sd.Rejection(), 1.0),
         ("dspark, strided", "eager", 7, sd.Coupled(), 0.7),
+        ("dflash, sliding", "recorded", 6, sd.Rejection(), 1.0),
+        ("dflash, sliding, window", "eager", 6, sd.Coupled(), 1.0),
+        ("dspark, sliding", "eager", 6, sd.Rejection(), 1.0),
+        ("eagle3, sliding", "eager", 6, sd.Rejection(), 1.0),
+        ("peagle, sliding", "recorded", 5, sd.Rejection(), 1.0),
         *(
             pytest.param(name, graphs, length, verifier, 1.0, marks=pytest.mark.slow)
             for name in HEADS
@@ -126,7 +139,14 @@ def test_a_reduced_vocabulary():
 
 @pytest.mark.parametrize("graphs", ["eager", pytest.param("recorded", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name", ["window", "strided", "dflash, window", pytest.param("one position", marks=pytest.mark.slow)]
+    "name",
+    [
+        "window",
+        "strided",
+        "dflash, window",
+        "dflash, sliding, window",
+        pytest.param("one position", marks=pytest.mark.slow),
+    ],
 )
 def test_rings_that_wrap(monkeypatch, name, graphs):
     """As long as chains may be: one position more, and a slot would be overwritten that is still seen."""

@@ -114,6 +114,7 @@ MADE = {
     "dspark": makes(DSpark, blocks=2, block_size=3, rank=5, markov="rnn"),
     "peagle": makes(PEagle, (0, 2, "final"), blocks=2, depth=4),
     "dflash2": makes(DFlash2, blocks=2, block_size=4, rank=5, top_k=6),
+    "dflash, sliding": makes(DFlash, blocks=3, block_size=4, windows=[3, None, 6]),
     "mtp": makes(MTP, ("final",)),
     "medusa": makes(Medusa, ("final",), heads=3, blocks=2),
 }
@@ -141,6 +142,17 @@ OTHERS = {
     "mtp, own ends": makes(MTP, ("final",), own_embedding=True, own_head=True),
     "medusa, the target's output": makes(Medusa, (2,), heads=4, own_head=False),
     "dspark, vanilla, window": makes(DSpark, blocks=1, block_size=3, rank=4, mask=streaming(5, 1)),
+    "dflash, sliding, from slots": makes(
+        DFlash, blocks=2, block_size=5, windows=[7, None], windows_from="slot"
+    ),
+    "dflash, sliding, window": makes(DFlash, blocks=2, block_size=4, windows=[3, None], mask=streaming(5, 1)),
+    "dflash2, sliding, both directions": makes(
+        DFlash2, blocks=2, block_size=4, rank=5, top_k=6, windows=[4, 9], windows_causal=False
+    ),
+    "dspark, sliding": makes(DSpark, blocks=2, block_size=3, rank=4, windows=[None, 2]),
+    "eagle3, sliding": makes(Eagle3, (0, 2, "final"), blocks=2, windows=[4, None]),
+    "eagle3, sliding, window": makes(Eagle3, blocks=2, windows=[4, 2], mask=streaming(5, 1)),
+    "peagle, sliding": makes(PEagle, blocks=2, depth=4, windows=[None, 5]),
     "dspark, gated": makes(
         DSpark, blocks=1, block_size=4, anchor_first=False, rank=4, markov="gated", confidence=False
     ),

@@ -54,11 +54,13 @@ def compared(model, head, length, prompt, proposed, least):
     GENERATOR is None or not hasattr(transformers, "MuseGlimmerAssistantModel"),
     reason=f"transformers {transformers.__version__} has no DFlash",
 )
-def test_proposals_are_those_of_transformers(tmp_path, monkeypatch):
+@pytest.mark.parametrize("sliding", [0, 1, 2])
+def test_proposals_are_those_of_transformers(tmp_path, monkeypatch, sliding):
     model = tiny("llama", num_hidden_layers=6, dtype=torch.float64)
     config = transformers.MuseGlimmerAssistantConfig(
         hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, block_size=5,
-        mask_token_id=96, target_layer_ids=[0, 2, 4], layer_types=["full_attention"] * 2, bos_token_id=None, eos_token_id=None,
+        mask_token_id=96, target_layer_ids=[0, 2, 4], layer_types=["sliding_attention"] * sliding + ["full_attention"] * (2 - sliding),
+        sliding_window=6, bos_token_id=None, eos_token_id=None,
         pad_token_id=None, attn_implementation="eager",
     )  # fmt: skip
     torch.manual_seed(4)

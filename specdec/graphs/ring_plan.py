@@ -74,7 +74,7 @@ class RingPlans:
         slots = self.slots(position, each)
         sight = None
         if self.mask is not None:
-            sight = self.seen(position, self.mask), position[..., None] - self._held(position)
+            sight = self.seen(position, self.mask), position[..., None] - self.held(position)
         plans = []
         for n in range(len(position)):
             ring = RingSight(position[n], self.sinks, self.size, self.window, FAR)
@@ -96,13 +96,13 @@ class RingPlans:
                 directions: positions after a query's own are seen, whatever the mask says. By default the query's own.
         """
         s, q, end = self._numbers(position), position[..., None], position if last is None else last
-        held = self._held(end)
+        held = self.held(end)
         exists = torch.where(
             s < self.sinks, held <= end[..., None], (held >= self.sinks) & (held > q - self.window)
         )
         return exists if mask is None else exists & sees(mask, q, torch.minimum(held.clamp(min=0), q))
 
-    def _held(self, position: Tensor) -> Tensor:
+    def held(self, position: Tensor) -> Tensor:
         """``[..., S]`` as ``Ring.held``."""
         s, q = self._numbers(position), position[..., None]
         return torch.where(s < self.sinks, s, q - (q - s) % self.size)

@@ -6,12 +6,14 @@ and a block of slots it is DFlash's training. ``tests/test_heads.py`` compares i
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from specdec.drafts.heads.contract import Sight
 from specdec.drafts.heads.features import Features, Tap
 from specdec.drafts.heads.model import HeadModel
 from specdec.masks import Mask, sees
@@ -105,6 +107,11 @@ class _Texts:
         weights = scores.masked_fill(~self.seen, float("-inf")).softmax(-1)
         return torch.einsum("bhts,bshd->bthd", weights, value).flatten(-2)
 
+    def narrowed(self, sight: Sight) -> _Texts:
+        made = copy.copy(self)  # what is kept is shared
+        made.seen = self.seen & (self.positions > self.positions[:, None] - sight.window)
+        return made
+
 
 class _TextAnchors:
     """``contract.Anchors`` over texts, ``[B, A]``; it keeps the blocks' own keys and values of each layer."""
@@ -130,7 +137,7 @@ class _BlockPass:
     kernels: Mapping[Any, Any] = {}
 
     def __init__(self, at: _TextAnchors, offsets: Tensor, near: Tensor, earlier: int, single: bool):
-        self.at, self.earlier, self.single = at, earlier, single
+        self.at, self.offsets, self.earlier, self.single = at, offsets, earlier, single
         query = at.anchors[..., None] + offsets  # [B, A, s]
         self.positions = query[..., 0] if single else query
         past, own = at.text.positions, at.anchors[..., None] + at.offsets  # [T], [B, A, m]
@@ -143,6 +150,16 @@ class _BlockPass:
             ],
             -1,
         )
+
+    def narrowed(self, sight: Sight) -> _BlockPass:
+        made, anchors = copy.copy(self), self.at.anchors
+        query = anchors[..., None] + self.offsets
+        lowest = (anchors[..., None] if sight.fixed else query + 1) - sight.window  # [B, A, s] or [B, A, 1]
+        near = self.at.text.positions >= lowest[..., None]
+        own = (self.at.offsets <= self.offsets[:, None]) | (not sight.causal)  # [s, m]
+        both = [t.expand(*query.shape, -1) for t in (near, own)]
+        made.seen = self.seen & torch.cat(both, -1)
+        return made
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         new = [t[:, :, None] if self.single else t for t in (key, value)]

@@ -6,7 +6,8 @@ padding: they write to their own slots.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from specdec.cache.ring import Ring
 from specdec.cache.static import StaticStore
+from specdec.drafts.heads.contract import Sight
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.slots import HeadState, whole
 from specdec.graphs.chain import Drawn, Draws, uniforms_of
@@ -113,9 +115,17 @@ class StaticAnchors:
             )
             seen = seen & sees(mask, q, torch.minimum(position[:, None], q))
         rows = torch.arange(R, device=device)[:, None] * store.slots
-        plan = BlockPlan(seen, (rows + begin + used + torch.arange(wide, device=device)).flatten())
+        at = (rows + begin + used + torch.arange(wide, device=device)).flatten()
+        own = torch.cat(self.positions, 1)
+
+        def narrow(sight: Sight) -> Tensor:
+            q, lowest = query[..., None], (anchor if sight.fixed else query + 1) - sight.window
+            near = held[:, None] >= lowest[..., None]
+            before = own.gather(1, node.clamp(0, used + wide - 1))[:, None] <= q
+            return seen & torch.where(node[:, None] < 0, near, before | (not sight.causal))
+
         store.begin()
-        return StaticPass(store, plan, query[:, 0] if count is None else query)
+        return StaticPass(store, at, seen, query[:, 0] if count is None else query, narrow)
 
 
 class BlockPlan(StaticPlan):
@@ -131,12 +141,27 @@ class BlockPlan(StaticPlan):
 
 
 class StaticPass:
-    """``contract.Pass`` of a captured chain."""
+    """``contract.Pass`` of a captured chain: new entries go to flat ``slots [R * w]``, and the queries see ``seen [R, w, S]``; ``narrow`` says what is seen
+    in layers that see less."""
 
     kernels: Mapping[Any, Any] = {}
 
-    def __init__(self, store: StaticStore, plan: BlockPlan, positions: Tensor):
-        self.memory, self.plan, self.positions = store, plan, positions
+    def __init__(
+        self,
+        store: StaticStore,
+        slots: Tensor,
+        seen: Tensor,
+        positions: Tensor,
+        narrow: Callable[[Sight], Tensor],
+    ):
+        self.memory, self.plan, self.positions = store, BlockPlan(seen, slots), positions
+        self._narrow = narrow
+
+    def narrowed(self, sight: Sight) -> StaticPass:
+        """As ``contract.Pass.narrowed``."""
+        made = copy.copy(self)
+        made.plan = BlockPlan(self._narrow(sight), self.plan.slots)
+        return made
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """As ``contract.Pass.store``."""

@@ -14,9 +14,23 @@ In training every position of a text can be an anchor, and the tokens of its blo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 from torch import Tensor
+
+
+class Sight(NamedTuple):
+    """What a layer with a sliding window sees. Nothing is seen that a pass does not show anyway.
+
+    Attributes:
+        window: positions, at least 1. fixed: a block's slots see the last ``window`` positions of text before their anchor, all the same ones.
+            Otherwise a slot at q sees the text at positions above ``q - window``: a window counts the slot itself. Committed positions do so in both
+            cases. causal: a block's slots see no slot at a later position, also where the pass shows both directions.
+    """
+
+    window: int
+    fixed: bool
+    causal: bool
 
 
 class Pass(Protocol):
@@ -42,6 +56,10 @@ class Pass(Protocol):
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Keep ``key`` and ``value [..., H, D]`` without attending, in place of what this pass has kept of that layer."""
+        ...
+
+    def narrowed(self, sight: Sight) -> Self:
+        """The pass of the same slots for layers that see less; a head calls it for its layers with windows alone."""
         ...
 
 

@@ -18,6 +18,7 @@ from specdec.drafts.heads.contract import Anchors, Pass
 from specdec.drafts.heads.features import Features, Tap
 from specdec.drafts.heads.layers import Block, MaskEmbedding, Rotary, norm
 from specdec.drafts.heads.model import HeadModel
+from specdec.drafts.heads.windows import passes, sights_of
 
 
 class DFlash(HeadModel):
@@ -30,8 +31,12 @@ class DFlash(HeadModel):
         anchor_first: slot k predicts the token k + 1 positions after the anchor, so that the block proposes ``block_size`` tokens
             (DeepSpec). Otherwise slot k >= 1 predicts the token at its own position, ``block_size - 1`` in all (z-lab).
         mask_token: the id whose embedding the other slots of the block read; ``None``: a vector of the head's own.
+        windows: for each block how many positions it sees, or ``None`` for all; ``None``: all blocks see all. windows_from: ``"anchor"``: every slot
+            sees the last positions of the text before the anchor, and the block besides (speculators); ``"slot"``: the positions up to the slot,
+            itself and the slots before it included (z-lab), at least ``block_size``. windows_causal: in blocks with a window a slot does not see
+            later slots; blocks without one attend in both directions.
     Raises:
-        ValueError: no blocks, a block that predicts nothing, an id that does not exist, or as ``HeadModel``.
+        ValueError: no blocks, a block that predicts nothing, an id that does not exist, as ``sights_of`` for windows, or as ``HeadModel``.
     """
 
     marginal = True
@@ -45,15 +50,20 @@ class DFlash(HeadModel):
         block_size: int = 16,
         anchor_first: bool = False,
         mask_token: int | None = None,
+        windows: Sequence[int | None] | None = None,
+        windows_from: str = "anchor",
+        windows_causal: bool = True,
         **shared: Any,
     ):
         at_least(1, "blocks", blocks, "a head has at least 1 block")
         least = 1 if anchor_first else 2
         at_least(least, "block_size", block_size, f"a block that predicts a token has at least {least} slots")
+        sights = sights_of(windows, blocks, block_size, windows_from, windows_causal)
         super().__init__(
             config, taps, blocks=blocks, block_size=block_size, anchor_first=anchor_first, mask_token=mask_token,
-            **shared,
+            windows=None if windows is None else list(windows), windows_from=windows_from, windows_causal=windows_causal, **shared,
         )  # fmt: skip
+        self.sights = sights
         width = config.hidden_size
         self.block_size, self.first = block_size, 0 if anchor_first else 1
         self.kv_layers, self.longest, self.block_slots = blocks, block_size - self.first, block_size
@@ -90,6 +100,6 @@ class DFlash(HeadModel):
         x = torch.cat([known, masks], -2)
         go = at.slots(0, self.block_size, full=True)
         angles = self.rotary(go.positions, x)
-        for layer, block in enumerate(self.layers):
-            x = block(x, angles, layer, go)
+        for layer, (block, within) in enumerate(zip(self.layers, passes(go, self.sights), strict=True)):
+            x = block(x, angles, layer, within)
         return self.norm(x[..., self.first :, :])

@@ -18,6 +18,7 @@ from specdec.drafts.heads.contract import Anchors, Pass
 from specdec.drafts.heads.features import Features, Tap
 from specdec.drafts.heads.layers import MLP, Attention, Block, Rotary, Sublayers, norm
 from specdec.drafts.heads.model import HeadModel
+from specdec.drafts.heads.windows import passes, sights_of
 from specdec.forward.block import Angles
 
 
@@ -44,12 +45,16 @@ class Eagle3(HeadModel):
 
     Args:
         config, taps, shared: as for ``HeadModel``, here with an output matrix of its own by default.
-        blocks: the first reads pairs, the others are ordinary blocks.
+        blocks: the first reads pairs, the others are ordinary blocks. windows: for each block how many positions it sees, or ``None`` for all;
+            ``None``: all blocks see all. A committed pair sees that many with its own; drafted ones see what the last committed pair before them sees, and
+            each other (as speculators trains).
         fc_norm: each tap is normed by itself (3.1). norm_before_fc: all taps are normed together (3.1). norm_output: the output that is fed
             back is normed (3.1). norm_before_residual: the residual is the normed feature. head_norms: queries and keys are normed.
     Raises:
-        ValueError: fewer than one block, or as ``HeadModel``.
+        ValueError: fewer than one block, as ``sights_of`` for windows, or as ``HeadModel``.
     """
+
+    windows_from = "anchor"
 
     def __init__(
         self,
@@ -63,15 +68,17 @@ class Eagle3(HeadModel):
         norm_before_residual: bool = False,
         head_norms: bool = False,
         own_head: bool = True,
+        windows: Sequence[int | None] | None = None,
         **shared: Any,
     ):
         at_least(1, "blocks", blocks, "a head has at least 1 block")
+        sights = sights_of(windows, blocks, shared.get("depth", 1), self.windows_from)
         super().__init__(
-            config, taps, blocks=blocks, fc_norm=fc_norm, norm_before_fc=norm_before_fc, norm_output=norm_output,
+            config, taps, blocks=blocks, windows=None if windows is None else list(windows), fc_norm=fc_norm, norm_before_fc=norm_before_fc, norm_output=norm_output,
             norm_before_residual=norm_before_residual, head_norms=head_norms, own_head=own_head, **shared,
         )  # fmt: skip
         width = config.hidden_size
-        self.kv_layers, self.norm_output = blocks, norm_output
+        self.kv_layers, self.norm_output, self.sights = blocks, norm_output, sights
         self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
         self.fc_norm = nn.ModuleList(norm(config) for _ in self.taps) if fc_norm else None
         self.input_norm = norm(config, len(self.taps) * width) if norm_before_fc else None
@@ -108,8 +115,8 @@ class Eagle3(HeadModel):
     def run(self, feature: Tensor, embedded: Tensor, go: Pass) -> Tensor:
         """The outputs ``[..., E]`` of pairs of a ``feature`` and an ``embedded`` token, each ``[..., E]``."""
         angles = self.rotary(go.positions, feature)
-        first, *others = self.layers
-        x = first(feature, embedded, angles, go)
-        for layer, block in enumerate(others, 1):
-            x = block(x, angles, layer, go)
+        (first, *others), (within, *more) = self.layers, passes(go, self.sights)
+        x = first(feature, embedded, angles, within)
+        for layer, (block, within) in enumerate(zip(others, more, strict=True), 1):
+            x = block(x, angles, layer, within)
         return x

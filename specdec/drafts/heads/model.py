@@ -33,7 +33,8 @@ class HeadModel(StoredHead):
         taps: the activations of the target that it reads (``features.Tap``).
         vocabulary: the ids of the target that it can propose, ascending; ``None``: all.
         mask: which positions of the text its queries see (a ``masks.Mask`` of positions, or a function); ``None``: all. If it has a reach,
-            the KV cache has a constant size. In a block that attends in both directions, later positions of the block are always seen.
+            the KV cache has a constant size. In a block that attends in both directions, later positions of the block are always seen. It is for all
+            layers: one that has a window besides sees what both show.
         own_embedding, own_head: whether the head has an embedding or an output matrix of its own; otherwise it uses the target's.
         target: the target's fingerprint; empty where it is unknown.
         settings: the derived class's own arguments, which are saved with it.

@@ -25,7 +25,8 @@ class PEagle(Eagle3):
 
     Args:
         config, taps, shared: as for ``Eagle3``; ``norm_output`` has no effect, because no output is fed back.
-        depth: how many tokens it proposes at most. blocks: as for ``Eagle3``.
+        depth: how many tokens it proposes at most. blocks: as for ``Eagle3``. windows: as for ``Eagle3``, but placeholders, too, see that many positions
+            with their own, at least ``depth``.
         mask_token: the id whose embedding the placeholders have; ``None``: a vector of the head's own. An id's embedding is trained only if
             the head has ``own_embedding``.
     Raises:
@@ -33,6 +34,7 @@ class PEagle(Eagle3):
     """
 
     marginal = True
+    windows_from = "slot"
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_layers import MtpModel
 
 from specdec.configs import setting
-from specdec.drafts.heads.contract import Pass
+from specdec.drafts.heads.contract import Pass, Sight
 from specdec.models.clone import structural_clone
 
 ATTENTION = "specdec_pass"
@@ -106,6 +106,9 @@ class _Probe:
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         pass
+
+    def narrowed(self, sight: Sight) -> _Probe:
+        return self
 
 
 def shipped(model: Any, folder: str | Path | None) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from specdec.cache.ring import Ring
 from specdec.cache.slots import KVShape
+from specdec.drafts.heads.contract import Sight
 from specdec.forward.block import Angles
 from specdec.kernels.attention import AttentionPlan, ExplicitPlan, attention
 from specdec.kernels.device import to_device
-from specdec.masks import Mask, sees
+from specdec.masks import Mask, sees, streaming
 from specdec.models.masked import masked
 
 PIECE = 64  # positions of a row that are read at once under a mask of limited reach
@@ -50,7 +52,8 @@ class HeadState(NamedTuple):
 
 
 class SlotPass:
-    """``contract.Pass`` over slots: new entries go into ``slots [T]``, and ``plan`` says what each of the T queries sees."""
+    """``contract.Pass`` over slots: new entries go into ``slots [T]``, and ``plan`` says what each of the T queries sees; ``narrow`` makes the plan of
+    layers that see less."""
 
     def __init__(
         self,
@@ -58,9 +61,11 @@ class SlotPass:
         plan: AttentionPlan,
         slots: Tensor,
         positions: Tensor,
-        kernels: Mapping[Any, Any] = NO_KERNELS,
+        kernels: Mapping[Any, Any],
+        narrow: Callable[[Sight], AttentionPlan],
     ):
         self.ring, self.plan, self.slots, self.positions, self.kernels = ring, plan, slots, positions, kernels
+        self._narrow = narrow
         self._turns: tuple[Angles, Angles] | None = None
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -72,6 +77,12 @@ class SlotPass:
         self.store(layer, key, value)
         flat = query.reshape(-1, *query.shape[-2:]).transpose(0, 1)[None]
         return attention(flat, *self.ring.layers[layer], self.plan)[0].reshape(*query.shape[:-2], -1)
+
+    def narrowed(self, sight: Sight) -> SlotPass:
+        """As ``contract.Pass.narrowed``."""
+        made = copy.copy(self)
+        made.plan = self._narrow(sight)
+        return made
 
     def turns(self, angles: Angles) -> Angles:
         """``angles`` as C kernels take them: cosines and sines ``[T, D]`` in float32."""
@@ -163,12 +174,21 @@ def reading(
         plan = AttentionPlan(
             rows, (position[last] + 1 - counts).tolist(), counts.tolist(), ring.slots, slots=at
         )
-        plan = plan if mask is None else masked(plan, mask)
+        whole_text, plan = plan, plan if mask is None else masked(plan, mask)
+
+        def narrow(sight: Sight) -> AttentionPlan:
+            window = streaming(sight.window, sinks=0)
+            return masked(whole_text, window if mask is None else window & mask)
     else:
         used = int(position.max()) + 1  # no slot has a higher number than its position
         seen = _visible(ring, position[:, None], position, mask)[:, :used]
         plan = ExplicitPlan(rows, counts.tolist(), seen, None, at)
-    return SlotPass(ring, plan, at, to_device(torch.from_numpy(position), device), kernels)
+
+        def narrow(sight: Sight) -> AttentionPlan:
+            near = ring.held(position)[:, :used] > position[:, None] - sight.window
+            return ExplicitPlan(rows, counts.tolist(), seen & near, None, at)
+
+    return SlotPass(ring, plan, at, to_device(torch.from_numpy(position), device), kernels, narrow)
 
 
 class SlotAnchors:
@@ -244,9 +264,21 @@ class SlotAnchors:
         seen[..., begin : begin + end] = own
         flat = (self.rows * ring.slots + (begin + end - wide))[:, None] + np.arange(wide)
         at = to_device(torch.from_numpy(flat.ravel()), self.device)
-        plan = ExplicitPlan(self.rows.tolist(), [wide] * R, seen.reshape(R * wide, -1), None, at)
+        rows, offsets = self.rows.tolist(), self._offsets[:, None, :end]
+
+        def planned(seen: np.ndarray) -> AttentionPlan:
+            return ExplicitPlan(rows, [wide] * R, seen.reshape(R * wide, -1), None, at)
+
+        def narrow(sight: Sight) -> AttentionPlan:
+            some = seen.copy()
+            lowest = self.anchor if sight.fixed else query + 1
+            some[..., :begin] &= ring.held(self.anchor - 1) >= (lowest - sight.window)[..., None]
+            if sight.causal:
+                some[..., begin : begin + end] &= offsets <= offset[..., None]
+            return planned(some)
+
         positions = torch.from_numpy(query[:, 0] if single else query)
-        return SlotPass(ring, plan, at, to_device(positions, self.device), self.kernels)
+        return SlotPass(ring, planned(seen), at, to_device(positions, self.device), self.kernels, narrow)
 
 
 def _visible(ring: Ring, query: np.ndarray, last: np.ndarray, mask: Mask | None) -> np.ndarray:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from specdec.cache.ring import Ring
 from specdec.cache.static import StaticStore
-from specdec.drafts.heads.captured import BlockPlan, StaticPass
+from specdec.drafts.heads.captured import StaticPass
 from specdec.drafts.heads.chain import Chain
+from specdec.drafts.heads.contract import Sight
 from specdec.drafts.heads.dflash import DFlash
 from specdec.drafts.heads.dflash2 import DFlash2
 from specdec.drafts.heads.draft import Head
@@ -129,16 +130,25 @@ class HeadDrafting(Drafting):
         outputs = model.read(Features(layers, ids, following), go)
         return None if outputs is None else outputs[torch.arange(R, device=ids.device), passed.accepted]
 
-    def slots(self, position: Tensor, longest: int, full: bool = False) -> StaticPass:
+    def slots(
+        self, position: Tensor, longest: int, full: bool = False, anchor: Tensor | None = None
+    ) -> StaticPass:
         """A pass over slots at ``position [R]`` or ``[R, n]``, below ``longest``. They see the text and the chain up to their own positions, and with
-        ``full`` each other."""
+        ``full`` each other. ``anchor [R]``: of a chain's; ``None`` where committed positions are read."""
         wide = position.view(len(position), -1)
         last = wide[:, -1:].expand_as(wide) if full else None
         # No slot has a higher number than its position.
         seen = self.plans.seen(wide, self.model.mask, last)[..., :longest]
-        plan = BlockPlan(seen, self.plans.slots(wide.t()).t().flatten())
+
+        def narrow(sight: Sight) -> Tensor:
+            held = self.plans.held(wide if last is None else last)[..., :longest]
+            lowest = (wide + 1 if anchor is None or not sight.fixed else anchor[:, None]) - sight.window
+            near = seen & (held >= lowest[..., None])
+            return near & (held <= wide[..., None]) if sight.causal else near
+
+        at = self.plans.slots(wide.t()).t().flatten()
         self.store.begin()
-        return StaticPass(self.store, plan, position)
+        return StaticPass(self.store, at, seen, position, narrow)
 
 
 class _Anchors:
@@ -152,4 +162,4 @@ class _Anchors:
         position = self.anchor + first
         if count is not None:
             position = position[:, None] + torch.arange(count, device=position.device)
-        return self.drafting.slots(position, self.longest, full)
+        return self.drafting.slots(position, self.longest, full, self.anchor)

@@ -54,7 +54,7 @@ def export(
             ``None``: where it was loaded from. length: how many tokens the engine proposes by default; ``None``: all that the head can, or 3.
     Raises:
         TypeError: the layout has no heads of this class. ValueError: it cannot express the head: its mask, a tap ``"final"``, a mask token that
-            is no id, both norms of taps, or a target whose logits are more than a product. Or the target is another one, or has no name,
+            is no id, both norms of taps, windows of several sizes or counted from slots, or a target whose logits are more than a product. Or the target is another one, or has no name,
             or the folder holds a saved head or parts of weights.
     """
     kind = KINDS.get(type(head))
@@ -85,7 +85,7 @@ def export(
                 "architectures": list(model.config.architectures or []),
             },
         },
-        "transformer_layer_config": fields_of(head.config, blocks, qwen),
+        "transformer_layer_config": fields_of(head.config, blocks, qwen, head.settings.get("windows")),
         **flags,
         "tie_word_embeddings": False,
         "dtype": str(head.dtype).removeprefix("torch."),
@@ -131,12 +131,17 @@ def _flags(head: HeadModel, kind: str) -> dict[str, Any]:
         shared["embed_requires_grad"] = settings["own_embedding"]
         more = {"mask_token_id": settings["mask_token"]} if kind == "peagle" else {}
         return {**shared, **{name: settings[name] for name in FLAGS}, **more}
+    sliding = settings["windows"] is not None
+    if sliding and settings["windows_from"] != "anchor":
+        raise ValueError(
+            "windows_from is 'slot': the layout of speculators counts the windows of a block from its anchor; make the head with windows_from='anchor'"
+        )
     found = {
         "aux_hidden_state_layer_ids": list(head.taps),
         "block_size": settings["block_size"],
         "mask_token_id": settings["mask_token"],
         "sample_from_anchor": settings["anchor_first"],
-        "sliding_window_non_causal": False,
+        "sliding_window_non_causal": sliding and not settings["windows_causal"],
     }
     more = {"dspark": {**MARKOV, **CONFIDENCE}, "dflash2": CONVOLUTIONS}.get(kind, {})
     return {**shared, **found, **{theirs: settings[mine] for mine, theirs in more.items()}}

@@ -17,6 +17,7 @@ from specdec.drafts.heads.vocabulary import check_offsets
 from specdec.forward.ends import Ends
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+RESIDUAL = "norm_before_residual"  # an argument of Eagle3, and a field of some configs
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,11 @@ def built(plan: Plan, tensors: Mapping[str, Tensor], source: str, ends: Ends) ->
     if plan.settings.get("mask_token", 0) is None:
         raise ValueError(
             f"{source}: the config has no mask token: give mask_token=, the id of the target with which the head was trained"
+        )
+    if plan.settings.get(RESIDUAL, False) is None:
+        raise ValueError(
+            f"{source}: the config lacks {RESIDUAL}, for which speculators takes False and vLLM True: give {RESIDUAL}=True or False, the value with "
+            "which the head was trained"
         )
     drop = ("rotary_emb.inv_freq", *plan.drop)
     mine = {plan.ours(name): t for name, t in tensors.items() if not _dropped(name, drop)}

@@ -17,7 +17,7 @@ from specdec.drafts.heads.formats.fields import Fields
 from specdec.drafts.heads.formats.plan import Format, Plan
 from specdec.drafts.heads.formats.safeailab import NAMES
 from specdec.drafts.heads.formats.speculators import with_markov
-from specdec.drafts.heads.formats.zlab import block_of, counted_from_0, taps_of
+from specdec.drafts.heads.formats.zlab import block_of, counted_from_0, sight_of, taps_of
 from specdec.drafts.heads.peagle import PEagle
 
 NESTED = {
@@ -31,8 +31,9 @@ def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size:
     Raises:
         ValueError: as ``body_of`` and ``with_markov``, or an output without a norm.
     """
-    config = body_of(fields, vocab_size, blocks)
-    if fields.get("architectures") == ["DSparkDraftModel"]:
+    spark = fields.get("architectures") == ["DSparkDraftModel"]
+    config = body_of(fields, vocab_size, blocks, windows=spark)
+    if spark:
         return _dspark(fields, config, blocks)
     fields.skip("draft_vocab_size")
     ids = fields.inside("eagle_config").get(
@@ -56,7 +57,7 @@ def _dspark(fields: Fields, config: LlamaConfig, blocks: int) -> Plan:
     more.only("projector_type", None, "dspark")
     more.skip("attention_mode", "confidence_head_alpha")
     layers = fields.need("num_hidden_layers")
-    settings = {**block_of(fields, more, layers), "anchor_first": True}
+    settings = {**block_of(fields, more, layers), **sight_of(fields, more, layers), "anchor_first": True}
     alpha = bool(more.get("confidence_head_alpha", 0.0))
     default = {"markov_rank": 0, "enable_confidence_head": alpha, "confidence_head_with_markov": False}
     return with_markov(

@@ -16,13 +16,13 @@ from specdec.drafts.heads.dflash import DFlash
 from specdec.drafts.heads.dflash2 import DFlash2
 from specdec.drafts.heads.dspark import DSpark
 from specdec.drafts.heads.eagle3 import Eagle3
-from specdec.drafts.heads.formats.body import body_of
+from specdec.drafts.heads.formats.body import body_of, windows_of
 from specdec.drafts.heads.formats.fields import Fields
-from specdec.drafts.heads.formats.plan import Format, Plan
+from specdec.drafts.heads.formats.plan import RESIDUAL, Format, Plan
 from specdec.drafts.heads.mtp import MTP
 from specdec.drafts.heads.peagle import PEagle
 
-FLAGS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
+FLAGS = ("fc_norm", "norm_before_fc", "norm_output", RESIDUAL)
 MARKOV = {"rank": "markov_rank", "markov": "markov_head_type"}
 CONFIDENCE = {"confidence": "enable_confidence_head", "confidence_with_markov": "confidence_head_with_markov"}
 CONVOLUTIONS = {
@@ -61,15 +61,19 @@ def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size:
     )
     layer = fields.inside("transformer_layer_config", needed=True)
     fields.only("target_hidden_size", layer.need("hidden_size"))
-    config = body_of(layer, vocab_size, blocks)
+    config = body_of(layer, vocab_size, blocks, windows=kind != "mtp")
     return KINDS[kind](fields, layer, config, blocks)
 
 
 def _eagle3(fields: Fields, layer: Fields, config: Any, blocks: int) -> Plan:
+    """Where ``norm_before_residual`` is missing, speculators takes False for both kinds, and vLLM True for EAGLE-3 and False for P-EAGLE."""
     taps = fields.get("eagle_aux_hidden_state_layer_ids", [2, blocks // 2, blocks - 3])
     settings = {name: fields.get(name, False) for name in FLAGS}
+    if fields.get("speculators_model_type") == "eagle3":
+        settings[RESIDUAL] = fields.get(RESIDUAL)
     settings |= {
         "blocks": config.num_hidden_layers,
+        "windows": windows_of(layer, config.num_hidden_layers),
         "head_norms": layer.get("model_type", "qwen3") == "qwen3",
     }
     return Plan(Eagle3, config, taps, settings, drop=VERIFIER)
@@ -82,10 +86,19 @@ def _peagle(fields: Fields, layer: Fields, config: Any, blocks: int) -> Plan:
     return Plan(PEagle, config, made.taps, settings, drop=VERIFIER)
 
 
-def _dflash(fields: Fields, layer: Fields, config: Any, blocks: int, anchor_first: bool = False) -> Plan:
-    fields.skip("sliding_window_non_causal")  # there are no sliding layers: body_of refuses them
+def _dflash(
+    fields: Fields,
+    layer: Fields,
+    config: Any,
+    blocks: int,
+    anchor_first: bool = False,
+    both_directions: bool = False,
+) -> Plan:
+    """``anchor_first`` and ``both_directions``: the defaults of the kind. Layers without a window attend in both directions, whatever the field says."""
     settings = {
         "blocks": config.num_hidden_layers,
+        "windows": windows_of(layer, config.num_hidden_layers),
+        "windows_causal": not fields.get("sliding_window_non_causal", both_directions),
         "block_size": fields.get("block_size", 8),
         "anchor_first": fields.get("sample_from_anchor", anchor_first),
         "mask_token": fields.need("mask_token_id"),
@@ -124,7 +137,7 @@ def with_markov(fields: Fields, made: Plan, default: Mapping[str, Any]) -> Plan:
 
 
 def _dflash2(fields: Fields, layer: Fields, config: Any, blocks: int) -> Plan:
-    made = _dflash(fields, layer, config, blocks)
+    made = _dflash(fields, layer, config, blocks, both_directions=True)
     default = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
     found = {name: fields.get(theirs, default[theirs]) for name, theirs in CONVOLUTIONS.items()}
     return Plan(DFlash2, config, made.taps, {**made.settings, **found}, drop=VERIFIER)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
 from specdec.drafts.heads.dflash import DFlash
-from specdec.drafts.heads.formats.body import body_of
+from specdec.drafts.heads.formats.body import SLIDING, body_of, windows_of
 from specdec.drafts.heads.formats.fields import Fields
 from specdec.drafts.heads.formats.plan import Format, Plan
 from specdec.drafts.heads.formats.zlab import block_of, taps_of
@@ -21,11 +22,14 @@ def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size:
     Raises:
         ValueError: as ``body_of``.
     """
-    config = body_of(fields, vocab_size, blocks)
+    config = body_of(fields, vocab_size, blocks, windows=True)
     layers = config.num_hidden_layers
-    return Plan(
-        DFlash, config, taps_of(fields, fields, layers, blocks), block_of(fields, fields, layers), NAMES
-    )
+    settings: dict[str, Any] = block_of(fields, fields, layers)
+    windows = windows_of(fields, layers, SLIDING, 2048)  # a saved config does not have its defaults
+    if windows is not None:  # which do not count the slot itself
+        windows = [None if window is None else window + 1 for window in windows]
+    settings |= {"windows": windows, "windows_from": "slot", "windows_causal": False}
+    return Plan(DFlash, config, taps_of(fields, fields, layers, blocks), settings, NAMES)
 
 
 TRANSFORMERS = Format(

@@ -6,11 +6,12 @@ Ids of layers are counted from 0: ``i`` is the output of block ``i + 1``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from specdec.drafts.heads.dflash import DFlash
-from specdec.drafts.heads.formats.body import body_of
+from specdec.drafts.heads.formats.body import body_of, windows_of
 from specdec.drafts.heads.formats.fields import Fields
 from specdec.drafts.heads.formats.plan import Format, Plan
 
@@ -23,9 +24,29 @@ def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size:
     """
     more = fields.inside("dflash_config", needed=True)
     more.only("projector_type", None, "dflash")
-    config = body_of(fields, vocab_size, blocks)
+    config = body_of(fields, vocab_size, blocks, windows=True)
     layers = config.num_hidden_layers
-    return Plan(DFlash, config, taps_of(fields, more, layers, blocks), block_of(fields, more, layers))
+    settings = {**block_of(fields, more, layers), **sight_of(fields, more, layers)}
+    return Plan(DFlash, config, taps_of(fields, more, layers, blocks), settings)
+
+
+def sight_of(fields: Fields, more: Fields, layers: int) -> dict[str, Any]:
+    """The settings of DFlash for windows, as z-lab's and SpecForge's code has them: a window contains the slot's own position, and layers with one are
+    causal, unless ``is_causal``, or for vLLM ``causal`` in ``more``, says otherwise.
+
+    Raises:
+        ValueError: as ``windows_of``; or all layers are said to be causal, and some have no window.
+    """
+    windows, named = windows_of(fields, layers), "is_causal"
+    causal, inner = fields.get(named), more.get("causal")
+    if causal is None and inner is not None:
+        causal, named = inner, f"{more.where}causal"
+    if causal and (windows is None or None in windows):
+        raise ValueError(
+            f"{fields.source}: {named} is True, and layers without a window attend in both directions here: use another checkpoint, or, if this one was "
+            f"trained in both directions all the same, give ignore=({named!r},)"
+        )
+    return {"windows": windows, "windows_from": "slot", "windows_causal": causal is not False}
 
 
 def block_of(fields: Fields, more: Fields, layers: int) -> dict[str, int]:

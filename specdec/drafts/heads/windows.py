@@ -1,0 +1,53 @@
+"""Sliding windows of a head's layers: which layers have one, and the pass that each layer attends in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from specdec.drafts.heads.contract import Pass, Sight
+
+ORIGINS = ("anchor", "slot")
+
+
+def sights_of(
+    windows: Sequence[int | None] | None, blocks: int, slots: int, origin: str = "anchor", causal: bool = True
+) -> tuple[Sight | None, ...]:
+    """What each of ``blocks`` layers sees; ``None``: all that its pass shows.
+
+    Args:
+        windows: a number of positions for each layer, or ``None`` for a layer without a window; ``None``: no layer has one.
+        slots: of a block. origin: ``"anchor"`` or ``"slot"``, from where windows are counted. causal: as in ``Sight``.
+    Raises:
+        ValueError: not one window for each layer, a window that is no number from 1 on or that a block's slots would leave, or another origin.
+    """
+    if origin not in ORIGINS:
+        raise ValueError(f"windows_from is {origin!r}: give {' or '.join(map(repr, ORIGINS))}")
+    if windows is None:
+        return (None,) * blocks
+    if len(windows) != blocks:
+        raise ValueError(
+            f"windows has {len(windows)} entries and the head {blocks} blocks: give one for each, None for a layer that sees all of the text"
+        )
+    fixed = origin == "anchor"
+    least = 1 if fixed else max(slots, 1)
+    for window in windows:
+        if window is not None and (type(window) is not int or window < least):
+            why = (
+                ""
+                if fixed
+                else f": windows from a slot are implemented where they contain the block's {slots} slots"
+            )
+            raise ValueError(
+                f"windows has {window!r}: give numbers of positions from {least} on, or None{why}"
+            )
+    return tuple(None if window is None else Sight(window, fixed, causal) for window in windows)
+
+
+def passes(go: Any, sights: Sequence[Sight | None]) -> list[Pass]:
+    """The pass of each layer: ``go`` itself, or what is made of it once for each sight."""
+    made: dict[Sight | None, Any] = {None: go}
+    for sight in sights:
+        if sight is not None and sight not in made:
+            made[sight] = go.narrowed(sight)
+    return [made[sight] for sight in sights]
