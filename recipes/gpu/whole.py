@@ -20,7 +20,7 @@ import specdec as sd
 from recipes.gpu.cases import PARENTS
 from recipes.gpu.stage import Part, Stage
 from recipes.gpu.steps import COMPILED, EAGER, GRAPHS, config, llama, stopped, wrapped
-from specdec.drafts.heads import DSpark, Eagle3
+from specdec.drafts.heads import DFlash, DSpark, Eagle3, PEagle
 from specdec.drafts.spire import SpireModel
 from specdec.executors import Ahead, Serial
 from specdec.lab.errors import worst
@@ -115,6 +115,22 @@ def worst_of(found: list[Tensor], wanted: list[Tensor]) -> float:
     return worst(torch.stack(found)[None, None], torch.stack(wanted).double()[None, None])
 
 
+def decoded(decoder: sd.Decoder, prompts: list[list[int]], new: int) -> tuple[list[list[int]], sd.Stats]:
+    """Texts of a batch."""
+    out = decoder.generate(prompts, new, seed=0, eos_token_id=())
+    return out.ids, out.stats
+
+
+def streamed(decoder: sd.Decoder, prompts: list[list[int]], new: int) -> tuple[list[list[int]], sd.Stats]:
+    """Texts of a stream with room for two requests, so that later ones join; without whole rounds the last one is sampled, and left out."""
+    greedy = isinstance(decoder.executor, Ahead)
+    requests = [sd.Request(ids, new, temperature=None if greedy else 0.0) for ids in prompts]
+    more = [sd.Request(prompts[0], new, temperature=None if greedy else 1.0)]
+    stream = decoder.serve([*requests, *more], 2, seed=0, eos_token_id=(), own_temperatures=not greedy)
+    made = sorted(stream, key=lambda one: one.index)[: len(prompts)]
+    return [one.ids for one in made], sum((one.stats for one in made[1:]), start=made[0].stats)
+
+
 def texts(stage: Stage) -> None:
     """Greedy texts of small models in float32, plain and speculative, with graphs and without: all are the same."""
     made = config(True)
@@ -138,6 +154,8 @@ def texts(stage: Stage) -> None:
         pages, small_pages = (sd.HFModel(model, graphs=how, page=PAGE) for model in raw)
         spire = SpireModel.from_target(target, made.num_hidden_layers, window=16, feedback=False)
         head, block = Eagle3.from_target(target), DSpark.from_target(target, blocks=1)
+        window = DFlash.from_target(target, blocks=2, block_size=5, windows=[16, None])
+        levels = PEagle.from_target(target)
         named = {
             "the target": target,
             "the draft": small,
@@ -156,6 +174,10 @@ def texts(stage: Stage) -> None:
             ("a head, whole rounds", sd.drafts.Head(head, graphs=how)),
             ("a head's block", sd.drafts.Head(block, graphs=how)),
             ("a head's block, whole rounds", sd.drafts.Head(block, graphs=how)),
+            ("a head's block with a window", sd.drafts.Head(window, graphs=how)),
+            ("a head's block with a window, whole rounds", sd.drafts.Head(window, graphs=how)),
+            ("a head's levels at once", sd.drafts.Head(levels, graphs=how)),
+            ("a head's levels at once, whole rounds", sd.drafts.Head(levels, graphs=how)),
             ("a tree", sd.drafts.Tree(small, (2, 2))),
             ("a windowed model's chain", sd.drafts.Model(sd.models.Windowed(target, 16, 2))),
             ("a windowed model's chain, whole rounds", sd.drafts.Model(sd.models.Windowed(target, 16, 2))),
@@ -164,6 +186,8 @@ def texts(stage: Stage) -> None:
             ("a tree, pages", sd.drafts.Tree(small_pages, (2, 2))),
             ("a model's chain, pages", sd.drafts.Model(small_pages)),
             ("a model's chain, pages, whole rounds", sd.drafts.Model(small)),
+            ("a model's chain, a stream", sd.drafts.Model(small)),
+            ("a model's chain, a stream, whole rounds", sd.drafts.Model(small)),
         ):
             ahead = name.endswith("whole rounds")
             case = f"greedy text, {name}, {'with' if how else 'without'} graphs"
@@ -174,8 +198,7 @@ def texts(stage: Stage) -> None:
                 base = sd.decoder(one).greedy().executor(Ahead() if ahead else Serial())
                 decoder = (base if draft is None else base.draft(draft)).build()
                 for _ in range(2):
-                    out = decoder.generate(prompts, new, seed=0, eos_token_id=())
-                    ids, stats = out.ids, out.stats
+                    ids, stats = (streamed if ", a stream" in name else decoded)(decoder, prompts, new)
                 first = first or ids
                 differ = sum(a != b for one, other in zip(ids, first) for a, b in zip(one, other))
                 other = accepted.setdefault(name.removesuffix(", whole rounds"), stats.accepted)
