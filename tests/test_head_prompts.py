@@ -44,7 +44,7 @@ def under_a_mask(ring, row, position, mask, device, kernels=slots.NO_KERNELS):
     seen = np.pad(seen, ((0, 0), (0, ring.extra)))
     at = ring.at(torch.from_numpy(row), torch.from_numpy(position), device)
     plan = ExplicitPlan(rows, counts, seen, None, at)
-    return slots.SlotPass(ring, plan, at, torch.from_numpy(position), kernels)
+    return slots.SlotPass(ring, plan, at, torch.from_numpy(position), kernels, lambda sight: plan)
 
 
 def head_of(name, dtype, seed=1):
