@@ -12,6 +12,7 @@ FUNCTIONS = {
     "replay": "replaying",
     "simulate": "simulating",
     "compare": "comparing",
+    "differences": "differing",
     "time": "timing",
     "decide": "deciding",
     "optimality": "bounds",

@@ -185,26 +185,15 @@ def _compare(wrapped: Any, tokens: int, found: Callable[[Tensor], Found], what: 
     The bound is measured: how much do the logits change when the result of every matrix product is rounded once more? A router may choose
     another expert for one rounding and not for the other, so ids are drawn again before a model is refused.
     """
-    plain = structural_clone(wrapped.model)  # with its own attention, and without dropout
-    products = [m for m in plain.modules() if isinstance(m, (nn.Embedding, nn.Linear))]
-    wide = torch.promote_types(wrapped.dtype, torch.float32)
-
-    def own(text: list[int]) -> Tensor:
-        with torch.no_grad():
-            ids = torch.tensor([text], device=wrapped.device)
-            return plain(ids, use_cache=False).logits[0].to(wide)
-
+    plain = Plain(wrapped)
     for seed in range(draws):
         ids = torch.randint(0, wrapped.vocab_size, (2, tokens), generator=torch.Generator().manual_seed(seed))
         error, noise = 0.0, _coarsest(wrapped.dtype)
         for text, logits in found(ids):
-            right, n = own(text), len(logits)
-            hooks = [m.register_forward_hook(_rounded) for m in products]
-            change = own(text) - right
-            for hook in hooks:
-                hook.remove()
+            right, n = plain(text), len(logits)
+            change = plain(text, rounded=True) - right
             scale = right.abs().max()
-            error = max(error, float((logits.to(wide) - right[-n:]).abs().max() / scale))
+            error = max(error, float((logits.to(right) - right[-n:]).abs().max() / scale))
             noise = max(noise, float(change[-n:].abs().max() / scale))
         if error < _SLACK * noise:
             return error
@@ -213,6 +202,27 @@ def _compare(wrapped: Any, tokens: int, found: Callable[[Tensor], Found], what: 
         f"{what} by {error:.1e} (relative; rounding explains {noise:.1e})",
         other=False,
     )
+
+
+class Plain:
+    """The forward of a wrapped model's own code without a cache, with its own attention and without dropout; the model itself is not changed."""
+
+    def __init__(self, wrapped: Any):
+        self.model, self.device = structural_clone(wrapped.model), wrapped.device
+        self.products = [m for m in self.model.modules() if isinstance(m, (nn.Embedding, nn.Linear))]
+        self.wide = torch.promote_types(wrapped.dtype, torch.float32)
+
+    @torch.no_grad()
+    def __call__(self, text: list[int], rounded: bool = False) -> Tensor:
+        """``[T, V]`` logits, in float32 at least. ``rounded``: with the result of every product rounded once more."""
+        hooks = [m.register_forward_hook(_rounded) for m in self.products if rounded]
+        try:
+            return (
+                self.model(torch.tensor([text], device=self.device), use_cache=False).logits[0].to(self.wide)
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def _rounded(module: Any, given: Any, out: Any) -> Any:

@@ -1,0 +1,169 @@
+"""Why two greedy texts of one target differ: a tie, which rounding decides, or a mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.arguments import at_least
+from specdec.builder import Builder
+from specdec.capabilities import ModelInfo
+from specdec.decoder import Decoder
+from specdec.generation import Generation
+from specdec.models.check import Plain
+from specdec.models.hf import HFModel
+from specdec.models.own_cache import OwnCache
+from specdec.protocols import LanguageModel
+from specdec.types import Context, Proposal
+
+SLACK = 2.0
+"""A gap of at most so many measured rounding errors is a tie, since either of the two scores may err by one."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where two texts of a row differ.
+
+    Attributes:
+        row: of the batch. position: number of the generated token, the first is 0. tokens: the token of each text there, ``None`` where the text has ended.
+        gap: how much larger the target's largest score (a logit, after processors) is than the smaller one of the two tokens'. rounding: the measured rounding
+            error of such scores: the larger one of how they change with the shape of the forward, and with one more rounding of every product. Both are NaN where one of the texts has ended.
+        probable: which of the texts has the target's most probable token there, 0 or 1; ``None``: neither.
+    """
+
+    row: int
+    position: int
+    tokens: tuple[int | None, int | None]
+    gap: float
+    rounding: float
+    probable: int | None
+
+    @property
+    def ended(self) -> bool:
+        """One of the texts ends where the other goes on, so budgets or stops differ."""
+        return None in self.tokens
+
+    @property
+    def tie(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.gap <= SLACK * self.rounding
+
+    def __str__(self) -> str:
+        place, (a, b) = f"row {self.row}, token {self.position}", self.tokens
+        if self.ended:
+            return f"{place}: the {'first' if a is None else 'second'} text has ended, so budgets or stops differ"
+        said = f"{place}: {a} and {b}, a gap of {self.gap:.2g} where rounding explains {SLACK * self.rounding:.2g}"
+        if self.tie:
+            return f"{said}: a tie"
+        whose = (
+            "neither text has"
+            if self.probable is None
+            else f"the {('first', 'second')[self.probable]} text has"
+        )
+        return f"{said}: no tie; {whose} the most probable token"
+
+
+@dataclass(frozen=True, repr=False)
+class Differences(Sequence[Difference]):
+    """What ``differences`` found, one ``Difference`` for each of the ``rows`` whose texts differ."""
+
+    found: tuple[Difference, ...]
+    rows: int
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.found[index]
+
+    @property
+    def explained(self) -> bool:
+        """Whether all differences are ties; after the first one, texts go their own ways."""
+        return all(one.tie for one in self.found)
+
+    def __repr__(self) -> str:
+        if not self.found:
+            return f"the texts of all {self.rows} rows are equal"
+        return "\n".join([f"{len(self)} of {self.rows} rows differ:", *map(str, self.found)])
+
+
+def differences(
+    decoder: Decoder | Builder, one: Generation, other: Generation, rows: int = 16
+) -> Differences:
+    """Where two greedy generations of the same prompts differ first, and whether rounding explains it.
+
+    In bfloat16 the logits of a position depend on the shape of the batch in which it was computed. Where the two most probable tokens are nearly equal, speculative and
+    plain decoding may take different ones. The target computes the logits of the first differing position in several shapes, and once more with every
+    product rounded again. A gap within this error is a tie. A larger one means that a text is not the target's: a mistake in a part, or other weights.
+
+    Args:
+        decoder: a greedy decoder of the target that wrote both texts. rows: so many differing rows are looked at, at most.
+    Raises:
+        TypeError: an argument has the wrong type. ValueError: the decoder samples, or the generations have different prompts.
+    """
+    if not isinstance(decoder, (Decoder, Builder)):
+        raise TypeError(
+            f"decoder is a {type(decoder).__name__}: give a decoder, of a model sd.decoder(model).greedy()"
+        )
+    for name, given in (("one", one), ("other", other)):
+        if not isinstance(given, Generation):
+            raise TypeError(f"{name} is a {type(given).__name__}: give what decoder.generate returned")
+    at_least(1, "rows", rows, "give how many rows are looked at, at least 1")
+    made = decoder.build() if isinstance(decoder, Builder) else decoder
+    if not made.sampling.greedy:
+        raise ValueError(
+            "decoder samples, and sampled texts differ by their random numbers: give a decoder with .greedy(), or certify a decoder that samples"
+        )
+    if one.prompt_ids != other.prompt_ids:
+        raise ValueError("one and other have different prompts: give two generations of the same ones")
+    found: list[Difference] = []
+    for row, (prompt, a, b) in enumerate(zip(one.prompt_ids, one.ids, other.ids)):
+        if a != b and len(found) < rows:
+            found.append(_first(made, row, list(prompt), list(a), list(b)))
+    return Differences(tuple(found), len(one.ids))
+
+
+def _first(decoder: Decoder, row: int, prompt: list[int], a: list[int], b: list[int]) -> Difference:
+    position = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    x, y = (ids[position] if position < len(ids) else None for ids in (a, b))
+    if x is None or y is None:
+        return Difference(row, position, (x, y), float("nan"), float("nan"), None)
+    text = prompt + a[:position]
+    context = Context.of([text])
+    with torch.inference_mode():
+        ways = torch.stack(list(_ways(decoder.target, text)))
+        scores = torch.cat([decoder.sampling.scores(way[None, None], context, None)[0] for way in ways])
+        error = float((ways - ways[0]).abs().max())
+        if isinstance(decoder.target, HFModel | OwnCache):
+            plain = Plain(decoder.target)
+            error = max(error, float((plain(text, rounded=True)[-1] - plain(text)[-1]).abs().max()))
+    exact = scores.mean(0)
+    gap = float(exact.max() - torch.minimum(exact[x], exact[y]))
+    best = int(exact.argmax())
+    return Difference(row, position, (x, y), gap, error, (x, y).index(best) if best in (x, y) else None)
+
+
+def _ways(target: LanguageModel, text: list[int], tokens: int = 4) -> Iterator[Tensor]:
+    """``[V]`` float64 the logits after a text, computed in forwards of several shapes: alone, in a batch, as a verified chain, token by token."""
+    size = len(text) + tokens + 1
+    for copies in (1, 3):
+        context = Context.of([text] * copies, size)
+        yield target.score(target.cache(copies, size), context, None).logits[0, 0].double().cpu()
+    info = ModelInfo.of(target)
+    last = min(tokens, len(text) - 1, tokens if info.longest_chain is None else info.longest_chain)
+    if last < 1:
+        return
+    before, after = text[:-last], text[-last:]
+    cache, context = target.cache(1, size), Context.of([before], size)
+    chain = Proposal.chain(torch.tensor([after]), torch.tensor([last]))
+    if info.device is not None:
+        chain = chain.to(info.device)
+    yield target.score(cache, context, chain).logits[0, last].double().cpu()
+    cache = target.cache(1, size)
+    for n in range(len(before), len(text) + 1):
+        out = target.score(cache, Context.of([text[:n]], size), None).logits[0, 0]
+    yield out.double().cpu()
