@@ -16,8 +16,9 @@ from specdec.data.prompts import entries, prompts
 from specdec.data.tokens import write_stream
 from specdec.lab import states
 from specdec.lab.bits import bits_per_byte, xz_bits_per_byte
+from specdec.lab.documents import documents, packed
 from specdec.lab.pretraining import Pretraining, Sizes, block_attention
-from specdec.lab.states import documents, packed, sequences, stream_states, text_states
+from specdec.lab.states import sequences, stream_states, text_states
 from specdec.lab.streams import Streams
 from specdec.lab.variants import started, variants
 from specdec.lab.workload import ByDomain, halves, workload

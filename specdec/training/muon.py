@@ -57,7 +57,9 @@ class Muon(torch.optim.Muon):
         return loss
 
 
-def muon(products: torch.dtype, matrices: Sequence[Tensor], lr: float, weight_decay: float) -> torch.optim.Muon:
+def muon(
+    products: torch.dtype, matrices: Sequence[Tensor], lr: float, weight_decay: float
+) -> torch.optim.Muon:
     """The optimiser of ``matrices`` that multiplies in ``products``, float32 or bfloat16, with momentum 0.95."""
     kind = Muon if products == torch.float32 else torch.optim.Muon
     return kind(matrices, lr=lr, momentum=0.95, weight_decay=weight_decay)
