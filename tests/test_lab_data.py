@@ -115,6 +115,11 @@ def test_texts_are_packed_and_some_left_out(tmp_path):
     assert list(documents(str(file), "text")) == [file.read_text()]
     data = text_states(tiny("llama"), tokenizer, str(tmp_path), str(file), "text", 16, (0,), 48)
     assert len(data) == 3
+    file.write_text("another text, " * 40)  # states of a changed file are recorded again
+    later = text_states(tiny("llama"), tokenizer, str(tmp_path), str(file), "text", 16, (0,), 48)
+    assert not torch.equal(later.take([0]).tokens, data.take([0]).tokens)
+    with pytest.raises(SystemExit, match="has no sequence of 16 tokens after the first 99"):
+        text_states(tiny("llama"), tokenizer, str(tmp_path), str(file), "text", 16, (0,), 48, skip=99)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import copy
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +124,14 @@ def text_states(
     folder = _folder(work, hash_of((_content(dataset), column, skip, length)), target, layers)
     with _processes(target).main_process_first():
         if held(folder, target) < count:
-            texts = documents(dataset, column)
-            States.write(folder, target, packed(tokenizer, texts, length, count, skip), layers, count)
-    if not held(folder, target):
-        raise SystemExit(
-            f"--dataset {dataset}: its text has no sequence of {length} tokens{f' after the first {skip}' if skip else ''}: give more text, or a smaller "
-            "--length or --validation"
-        )
+            texts = packed(tokenizer, documents(dataset, column), length, count, skip)
+            first = next(texts, None)
+            if first is None:
+                raise SystemExit(
+                    f"--dataset {dataset}: its text has no sequence of {length} tokens{f' after the first {skip}' if skip else ''}: give more text, or a "
+                    "smaller --length or --validation"
+                )
+            States.write(folder, target, chain([first], texts), layers, count)
     return First(States(folder, target), count)
 
 
