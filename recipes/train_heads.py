@@ -1,18 +1,18 @@
-"""Trains draft heads for the pocket target on the same tokens: EAGLE-3, DFlash, DSpark, and the other heads that there are.
+"""Trains draft heads for the pocket target on the same tokens: EAGLE-3, MTP, Medusa, DFlash and DSpark.
 
     python recipes/train_heads.py --site SITE_PACKAGES --work runs/pocket
 
 The text is the mixture that pocket-target and pocket-spire were trained on. The target's activations are recorded once for all drafts, in
 bf16 in the work folder, about 3.6 GB a million tokens. Every head begins with new weights and uses the target's embedding and output matrix. The
 same command continues an interrupted run; finished drafts are exported into specdec/zoo with a model card. --drafts also takes
-pocket-spire-equal and pocket-vanilla-equal, a SPIRe draft and a small language model, trained on the same tokens.
+pocket-spire-equal and pocket-vanilla-equal, a SPIRe draft and a small language model, trained on the same tokens. For a target and
+text of your own, and for P-EAGLE and DFlash2, there is recipes/train_head.py.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from accelerate import PartialState
 from transformers import PreTrainedModel
 
 from specdec import zoo
-from specdec.drafts import heads
 from specdec.drafts.heads import HeadModel
+from specdec.lab.head_card import curve
+from specdec.lab.head_kinds import KINDS
 from specdec.lab.loading import in_dtype
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Recipe
@@ -33,7 +34,6 @@ from specdec.lab.states import First, stream_states
 from specdec.lab.streams import Streams
 from specdec.lab.variants import started, variants
 from specdec.training.forward import Blocks
-from specdec.training.losses import ByDepth, CombinedLoss, HardLoss, MixedLoss
 from specdec.training.muon import arithmetic
 from specdec.training.train import Settings as Training
 from specdec.training.train import Trained, train
@@ -45,39 +45,22 @@ class Member:
     """A head to train.
 
     Attributes:
-        head: its class in ``drafts.heads``. k: tokens of a block. anchors: blocks of a sequence. factor: of the loss from one depth to
-            the next. own: the loss of the head's authors. settings: of ``from_target``.
+        kind: its kind, of ``KINDS``. k: tokens of a block. anchors: blocks of a sequence. settings: of ``from_target``.
     """
 
-    head: str
+    kind: str
     k: int
     anchors: int
-    factor: float = 0.8
-    own: Any = CombinedLoss(soft=1.0)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-SPARK = CombinedLoss(hard=0.1, variation=1.8, confidence=1.0)
-EVERY = {
-    "pocket-eagle3": Member(
-        "Eagle3",
-        5,
-        256,
-        settings={
-            "norm_before_residual": True,
-            "norm_before_fc": True,
-            "norm_output": True,
-            "own_head": False,
-        },
-    ),
-    "pocket-mtp": Member("MTP", 5, 256, own=HardLoss(), settings={"config": {"intermediate_size": 976}}),
-    "pocket-medusa": Member("Medusa", 5, 256, own=HardLoss(), settings={"blocks": 4, "own_head": False}),
-    "pocket-dflash": Member("DFlash", 7, 192, math.exp(-1 / 4), HardLoss(), {"blocks": 2, "block_size": 8}),
-    "pocket-dspark": Member(
-        "DSpark", 7, 192, math.exp(-1 / 4), SPARK, {"blocks": 2, "block_size": 7, "rank": 64}
-    ),
+HEADS = {
+    "pocket-eagle3": Member("eagle3", 5, 256, KINDS["eagle3"].settings),
+    "pocket-mtp": Member("mtp", 5, 256, {"config": {"intermediate_size": 976}}),
+    "pocket-medusa": Member("medusa", 5, 256, {"blocks": 4, "own_head": False}),
+    "pocket-dflash": Member("dflash", 7, 192, {"blocks": 2, "block_size": 8}),
+    "pocket-dspark": Member("dspark", 7, 192, {"blocks": 2, "block_size": 7, "rank": 64}),
 }
-HEADS = {name: member for name, member in EVERY.items() if hasattr(heads, member.head)}
 OTHERS = {"pocket-spire-equal": "spire", "pocket-vanilla-equal": "distilled_vanilla"}
 LAYERS = (2, 3, 4, 5, 6, 7)  # what heads read by default of a target of 8 blocks, and SPIRe's two
 
@@ -114,18 +97,13 @@ def chosen(s: Settings, name: str, target: Any) -> tuple[Any, Any, Any]:
         variant = variants()[OTHERS[name]]
         return started(variant, target, s.seed), variant.forward, variant.loss
     member = HEADS[name]
-    head = getattr(heads, member.head).from_target(target, seed=s.seed, **member.settings)
+    kind = KINDS[member.kind]
+    head = kind.head.from_target(target, seed=s.seed, **member.settings)
     lacking = [tap for tap in head.taps if tap != "final" and tap not in LAYERS]
     if lacking:
         raise SystemExit(f"--drafts {name}: it reads layer {lacking[0]}, which LAYERS in this file lacks")
-    each: Callable[..., Any] = member.own
-    if s.loss == "mixed":
-        each = CombinedLoss(soft=0.5, variation=0.5, confidence=1.0) if head.confident else MixedLoss(0.5)
-    return (
-        head,
-        Blocks(min(member.k, head.longest or member.k), s.anchors or member.anchors),
-        ByDepth(each, member.factor),
-    )
+    blocks = Blocks(min(member.k, head.longest or member.k), s.anchors or member.anchors)
+    return head, blocks, kind.loss(s.loss, head)
 
 
 def states(s: Settings, target: Any, tokenizer: Any, split: str, tokens: int) -> First:
@@ -200,15 +178,6 @@ def card(s: Settings, name: str, draft: Any, report: Trained) -> str:
         )
         if value != usual
     )
-    depths = [key for key in report.curve[-1] if key.startswith("acceptance_")]
-    titles = [
-        "M tokens",
-        "loss",
-        "validation loss",
-        "acceptance",
-        *(f"at {n + 1}" for n in range(len(depths))),
-        "τ",
-    ]
     lines = [
         f"# {named(s, name)}",
         "",
@@ -227,13 +196,8 @@ def card(s: Settings, name: str, draft: Any, report: Trained) -> str:
         f"**Validation** ({s.validation} sequences from held-out packages; acceptance at temperature 1 and by depth, given that the tokens before are the",
         "text's; τ over blocks along the text):",
         "",
-        "| " + " | ".join(titles) + " |",
-        "|---" * len(titles) + "|",
+        *curve(report.curve),
     ]
-    for row in report.curve:
-        values = [f"{row['tokens'] / 1e6:.2f}", f"{row['loss']:.3f}", f"{row['validation_loss']:.3f}"]
-        values += [f"{row[key]:.3f}" for key in ("acceptance", *depths)]
-        lines.append("| " + " | ".join([*values, f"{row['tau']:.2f}"]) + " |")
     return "\n".join(lines) + "\n"
 
 

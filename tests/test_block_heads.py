@@ -153,6 +153,10 @@ def test_dflash2_is_the_papers(target):
         for b in logits.argsort(descending=True)[:6]:
             expected[k, b] = logits[b] + mixed @ w["candidate_selector.successor_codebook"][b]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    head.train()  # all tokens are candidates, with the same scores
+    every = blocks(head, tokens, layers, 3, torch.tensor([[7]]))[0, 0]
+    assert every.isfinite().all()
+    torch.testing.assert_close(every[found.isfinite()], found[found.isfinite()], rtol=0, atol=1e-10)
 
 
 def test_a_new_dflash2_begins_as_dflash(target):

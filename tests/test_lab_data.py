@@ -16,8 +16,9 @@ from specdec.data.prompts import entries, prompts
 from specdec.data.tokens import write_stream
 from specdec.lab import states
 from specdec.lab.bits import bits_per_byte, xz_bits_per_byte
+from specdec.lab.documents import documents, packed
 from specdec.lab.pretraining import Pretraining, Sizes, block_attention
-from specdec.lab.states import documents, packed, sequences, stream_states, text_states
+from specdec.lab.states import sequences, stream_states, text_states
 from specdec.lab.streams import Streams
 from specdec.lab.variants import started, variants
 from specdec.lab.workload import ByDomain, halves, workload
@@ -114,6 +115,11 @@ def test_texts_are_packed_and_some_left_out(tmp_path):
     assert list(documents(str(file), "text")) == [file.read_text()]
     data = text_states(tiny("llama"), tokenizer, str(tmp_path), str(file), "text", 16, (0,), 48)
     assert len(data) == 3
+    file.write_text("another text, " * 40)  # states of a changed file are recorded again
+    later = text_states(tiny("llama"), tokenizer, str(tmp_path), str(file), "text", 16, (0,), 48)
+    assert not torch.equal(later.take([0]).tokens, data.take([0]).tokens)
+    with pytest.raises(SystemExit, match="has no sequence of 16 tokens after the first 99"):
+        text_states(tiny("llama"), tokenizer, str(tmp_path), str(file), "text", 16, (0,), 48, skip=99)
 
 
 @pytest.mark.slow

@@ -58,6 +58,7 @@ RECIPES = [
     "spire_measured",
     "train_pool",
     "train_heads",
+    "train_head",
     "heads",
     "spin_pool",
     "spin_selection",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 import specdec.lab.pretraining  # noqa: F401  # registers the attention "block"
+from specdec.lab.documents import documents, packed
 from specdec.lab.loading import in_dtype
 from specdec.lab.streams import Streams
 from specdec.models.fingerprint import fingerprint
@@ -112,58 +115,52 @@ def text_states(
     """States of ``tokens`` of a data set's text, after the first ``skip`` sequences of ``length`` tokens.
 
     Args:
-        dataset: as for ``documents``. column: of the texts. layers: the layers whose inputs to store.
+        dataset: as for ``documents``; states of a file are recorded again if its content has changed. column: of the texts. layers: the layers
+            whose inputs to store.
+    Raises:
+        SystemExit: the text is too short for a sequence, or as ``documents`` and ``packed``.
     """
     count = max(1, tokens // length)
-    folder = _folder(work, hash_of((dataset, column, skip, length)), target, layers)
+    folder = _folder(work, hash_of((_content(dataset), column, skip, length)), target, layers)
     with _processes(target).main_process_first():
         if held(folder, target) < count:
-            texts = documents(dataset, column)
-            States.write(folder, target, packed(tokenizer, texts, length, count, skip), layers, count)
+            texts = packed(tokenizer, documents(dataset, column), length, count, skip)
+            first = next(texts, None)
+            if first is None:
+                raise SystemExit(
+                    f"--dataset {dataset}: its text has no sequence of {length} tokens{f' after the first {skip}' if skip else ''}: give more text, or a "
+                    "smaller --length or --validation"
+                )
+            States.write(folder, target, chain([first], texts), layers, count)
     return First(States(folder, target), count)
+
+
+def sequence_states(target: Any, sequences: Tensor, work: str, layers: Sequence[int]) -> States:
+    """The target's states on ``sequences [N, L + 1]``, recorded in a folder of ``work`` that is named by the ids, the target and the layers; an
+    interrupted recording continues.
+
+    Args:
+        layers: the layers whose inputs to store.
+    """
+    ids = hashlib.sha256(sequences.to(torch.int32).numpy().tobytes()).hexdigest()[:8]
+    folder = _folder(work, ids, target, layers)
+    with _processes(target).main_process_first():
+        if held(folder, target) < len(sequences):
+            States.write(folder, target, sequences.split(4), layers, len(sequences))
+    return States(folder, target)
+
+
+def _content(dataset: str) -> Any:
+    """What names the text of a data set: its name, and of a file the content too."""
+    if not Path(dataset).is_file():
+        return dataset
+    with open(dataset, "rb") as file:
+        return dataset, hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def held(folder: Path, target: Any) -> int:
     """How many sequences' states a folder holds."""
     return len(States(folder, target)) if (folder / "states.json").exists() else 0
-
-
-def documents(dataset: str, column: str) -> Iterator[str]:
-    """The texts of a data set: a .txt file, a saved or plain folder, or a hub id (read as a stream).
-
-    Raises:
-        SystemExit: no such column.
-    """
-    import datasets
-
-    path = Path(dataset)
-    if path.is_file():
-        rows: Any = [{column: path.read_text()}]
-    elif (path / "dataset_info.json").exists():
-        rows = datasets.load_from_disk(dataset)
-    else:
-        rows = datasets.load_dataset(dataset, split="train", streaming=True)
-    for row in rows:
-        if column not in row:
-            raise SystemExit(f"--column {column}: the data set has {', '.join(row)}")
-        yield row[column]
-
-
-def packed(tokenizer: Any, texts: Iterable[str], length: int, count: int, skip: int = 0) -> Iterator[Tensor]:
-    """``count`` sequences ``[1, length + 1]`` of texts joined by the end token, after the first ``skip`` sequences."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ids: list[int] = []
-    for text in texts:
-        ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + end
-        while len(ids) > length:
-            if skip:
-                skip -= 1
-            elif count:
-                count -= 1
-                yield torch.tensor(ids[: length + 1])[None]
-            else:
-                return
-            ids = ids[length:]
 
 
 def _processes(target: Any) -> PartialState:

@@ -85,8 +85,16 @@ class Selector(nn.Module):
 
     def forward(self, token: Tensor, hidden: Tensor, candidates: Tensor) -> Tensor:
         """``token [...]``, ``hidden [..., E]``, ``candidates [..., K]`` -> ``[..., K]``."""
-        mixed = self.predecessor_codebook[token] * self.hidden_projection(hidden)
-        return (mixed[..., None, :] * self.successor_codebook[candidates]).sum(-1)
+        return (self.mixed(token, hidden)[..., None, :] * self.successor_codebook[candidates]).sum(-1)
+
+    def every(self, token: Tensor, hidden: Tensor) -> Tensor:
+        """As a call, with all tokens as candidates in the order of their ids, ``[..., outputs]``: one product of matrices, which makes no copy of the
+        codebook for each position."""
+        return self.mixed(token, hidden) @ self.successor_codebook.T
+
+    def mixed(self, token: Tensor, hidden: Tensor) -> Tensor:
+        """``[..., rank]``: A[the token before] * (P h)."""
+        return self.predecessor_codebook[token] * self.hidden_projection(hidden)
 
 
 class DFlash2(DFlash):
@@ -144,8 +152,9 @@ class DFlash2(DFlash):
         if n == 0:
             hidden = self.fill(token, at)
             memo = Candidates(hidden, self.logits(hidden))
-        count = self.outputs if self.training else self.top_k
-        best = memo.logits[..., n, :].topk(count)
+        if self.training:
+            return memo.logits[..., n, :] + self.candidate_selector.every(token, memo.hidden[..., n, :]), memo
+        best = memo.logits[..., n, :].topk(self.top_k)
         scores = best.values + self.candidate_selector(token, memo.hidden[..., n, :], best.indices)
         nothing = torch.full_like(memo.logits[..., n, :], float("-inf"))
         return nothing.scatter(-1, best.indices, scores), memo

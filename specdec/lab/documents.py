@@ -1,0 +1,116 @@
+"""Text to train on: the documents of a file, a folder or a data set of the hub, and the token sequences that they are cut into."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TABLES = {".json": "json", ".csv": "csv", ".parquet": "parquet"}
+ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT
+
+
+def documents(dataset: str, column: str) -> Iterator[Any]:
+    """The documents of a data set: texts, or lists of chat messages.
+
+    Args:
+        dataset: a file of JSON lines (.jsonl), a table (.json, .csv, .parquet), a file of plain text (any other file: one text), a saved or plain
+            folder, or a hub id (read as a stream).
+        column: of the texts or messages.
+    Raises:
+        SystemExit: no such data set, or no such column.
+    """
+    path = Path(dataset)
+    if path.is_file() and path.suffix not in (".jsonl", *TABLES):
+        rows: Iterable[Any] = [{column: path.read_text()}]
+    elif path.is_file() and path.suffix == ".jsonl":
+        rows = _lines(path)
+    else:
+        rows = _loaded(dataset)
+    for row in rows:
+        if column not in row:
+            raise SystemExit(f"--column {column}: the data set has {', '.join(row)}")
+        yield row[column]
+
+
+def _lines(path: Path) -> Iterator[Any]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise SystemExit(f"--dataset {path}: line {number} is no JSON ({error})") from None
+            if not isinstance(row, dict):
+                raise SystemExit(f"--dataset {path}: line {number} is no JSON object: give one row a line")
+            yield row
+
+
+def _loaded(dataset: str) -> Any:
+    import datasets
+
+    path = Path(dataset)
+    try:
+        if path.is_file():
+            kind = TABLES[path.suffix]
+            return datasets.load_dataset(kind, data_files=dataset, split="train", streaming=True)
+        if (path / "dataset_info.json").exists():
+            return datasets.load_from_disk(dataset)
+        return datasets.load_dataset(dataset, split="train", streaming=True)
+    except (OSError, ValueError) as error:  # a hub that does not answer is an OSError, too
+        raise SystemExit(
+            f"--dataset {dataset}: it cannot be read ({error}): give a file of text or rows, a folder, or a hub id with a split named train"
+        ) from error
+
+
+def packed(tokenizer: Any, texts: Iterable[Any], length: int, count: int, skip: int = 0) -> Iterator[Tensor]:
+    """``count`` sequences ``[1, length + 1]`` of texts joined by the end token, after the first ``skip`` sequences.
+
+    Args:
+        texts: of ``documents``. A list of messages becomes the text that the tokenizer's chat template makes of it, with the template's own ends.
+    Raises:
+        SystemExit: a text is neither, or the tokenizer has no chat template.
+    """
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids: list[int] = []
+    for text in texts:
+        said = text if isinstance(text, str) else _chat(tokenizer, text)
+        ids += tokenizer(said, add_special_tokens=False, verbose=False)["input_ids"]
+        ids += end if isinstance(text, str) else []
+        while len(ids) > length:
+            if skip:
+                skip -= 1
+            elif count:
+                count -= 1
+                yield torch.tensor(ids[: length + 1])[None]
+            else:
+                return
+            ids = ids[length:]
+
+
+def _chat(tokenizer: Any, messages: Any) -> str:
+    """The text of messages, ``{"role", "content"}`` or ShareGPT's ``{"from", "value"}``."""
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+        raise SystemExit(
+            f"--column: a row has a {type(messages).__name__}, {str(messages)[:60]!r}: name a column of texts, or of lists of messages"
+        )
+    if tokenizer.chat_template is None:
+        raise SystemExit(
+            "--column: the rows are lists of messages, and the target's tokenizer has no chat template: name a column of texts"
+        )
+    turns = []
+    for one in messages:
+        role = one.get("role", ROLES.get(one.get("from"), one.get("from")))
+        content = one.get("content", one.get("value"))
+        if role is None or content is None:
+            raise SystemExit(
+                f"--column: a message has {', '.join(one)}: messages have role and content, or from and value"
+            )
+        turns.append({**one, "role": role, "content": content})
+    said: str = tokenizer.apply_chat_template(turns, tokenize=False)
+    return said

@@ -1,0 +1,116 @@
+"""The kinds of heads that recipes train: what each proposes, how it is weighted by depth, and a new one for any target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdec.drafts.heads import MTP, DFlash, DFlash2, DSpark, Eagle3, HeadModel, Medusa, PEagle
+from specdec.drafts.heads.features import Tap
+from specdec.models.fingerprint import unwrapped
+from specdec.training.losses import ByDepth, CombinedLoss, HardLoss, MixedLoss
+
+LOGITS = 2**27
+"""The most logits of a step that ``anchors`` allows: half a gigabyte in float32, of which a step holds several tensors."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of head.
+
+    Attributes:
+        head: its class. k: tokens of a block by default. length: the name and the excess over k of the setting that says how many tokens the head
+            proposes; ``None``: it proposes any number. factor: of the loss from one depth to the next. own: the loss of the head's authors;
+            ``None``: it needs more than the logits that are drawn from. blocks: of a head by default, but no more than a quarter of the target's;
+            0: the head's class decides. settings: of ``from_target``.
+    """
+
+    head: type[HeadModel]
+    k: int
+    length: tuple[str, int] | None = None
+    factor: float = 0.8
+    own: Any = CombinedLoss(soft=1.0)
+    blocks: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def new(
+        self, target: Any, k: int = 0, blocks: int = 0, taps: Sequence[Tap] | None = None, seed: int = 0
+    ) -> HeadModel:
+        """An untrained head for a target, which uses the target's embedding and output matrix.
+
+        Args:
+            target: an ``HFModel`` or a transformers model. k: tokens of a block; 0: the kind's. blocks: of the head; 0: the kind's. taps: the layers that
+                the head reads; ``None``: those of its class. seed: of the weights.
+        Raises:
+            ValueError: blocks for a head that has always one, or as ``HeadModel.from_target``.
+        """
+        settings = dict(self.settings)
+        if self.length is not None:
+            name, more = self.length
+            settings[name] = (k or self.k) + more
+        if blocks and not self.blocks:
+            raise ValueError(f"blocks is {blocks}, and {self.head.__name__} has one block: leave it at 0")
+        config = unwrapped(target).config.get_text_config()
+        if self.blocks:
+            settings["blocks"] = blocks or max(1, min(self.blocks, config.num_hidden_layers // 4))
+        if self.head is DFlash2:
+            settings["conv_group"] = math.gcd(16, config.hidden_size)
+        return self.head.from_target(target, taps, seed=seed, **settings)
+
+    def loss(self, name: str, head: HeadModel) -> ByDepth:
+        """The loss of a head's blocks.
+
+        Args:
+            name: "mixed": ``MixedLoss(0.5)``, or its like for a head with a confidence; "own": that of the head's authors.
+        Raises:
+            ValueError: no such loss.
+        """
+        each: Callable[..., Any] = self.own
+        if name == "mixed":
+            confident = CombinedLoss(soft=0.5, variation=0.5, confidence=1.0)
+            each = confident if head.confident else MixedLoss(0.5)
+        elif name != "own":
+            raise ValueError(f"loss is {name!r}: there are mixed and own")
+        elif each is None:
+            raise ValueError(
+                f"loss is 'own', and that of the authors of {self.head.__name__} reads logits beside those that tokens are drawn from: give 'mixed'"
+            )
+        return ByDepth(each, self.factor)
+
+
+FLASH = math.exp(-1 / 4)
+KINDS = {
+    "eagle3": Kind(
+        Eagle3,
+        5,
+        blocks=1,
+        settings={
+            "norm_before_residual": True,
+            "norm_before_fc": True,
+            "norm_output": True,
+            "own_head": False,
+        },
+    ),
+    "peagle": Kind(
+        PEagle,
+        5,
+        ("depth", 0),
+        blocks=4,
+        settings={"norm_before_residual": True, "norm_before_fc": True, "own_head": False},
+    ),
+    "mtp": Kind(MTP, 5, own=HardLoss()),
+    "medusa": Kind(Medusa, 5, ("heads", 0), own=HardLoss(), blocks=4, settings={"own_head": False}),
+    "dflash": Kind(DFlash, 7, ("block_size", 1), FLASH, HardLoss(), 5),
+    "dflash2": Kind(DFlash2, 7, ("block_size", 1), FLASH, None, 5),
+    "dspark": Kind(
+        DSpark, 7, ("block_size", 0), FLASH, CombinedLoss(hard=0.1, variation=1.8, confidence=1.0), 5
+    ),
+}
+"""The library's heads, by the names that recipes give them."""
+
+
+def anchors(vocab_size: int, k: int, batch: int, most: int = 256) -> int:
+    """How many blocks of ``k`` tokens of each sequence a step can train: ``most``, or as many as keep its logits below ``LOGITS``, but at least 8."""
+    return max(8, min(most, LOGITS // (batch * k * vocab_size)))

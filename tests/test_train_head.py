@@ -1,0 +1,249 @@
+"""The recipe that trains a head for a target of one's own: it learns, is saved, decodes and continues, and bad input ends it early."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from functools import partial
+
+import pytest
+import torch
+from recipe_runs import ROOT, quick, report
+from tiny import byte_tokenizer, tiny
+from tiny_states import stateful
+
+import specdec as sd
+from specdec.drafts.heads import PEagle
+from specdec.lab.documents import documents, packed
+from specdec.lab.head_kinds import KINDS, LOGITS, anchors
+from specdec.lab.states import sequence_states
+from specdec.training.train import train
+
+TEXT = "one two three four five six seven eight nine ten. " * 60
+CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+# So that a training takes a second.
+WORDS = {"length": 32, "tokens": 0.001, "validation": 4, "batch": 4, "validations": 1, "compile": False}
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    sys.path.insert(0, str(ROOT / "recipes"))
+    import train_head
+
+    yield train_head
+    sys.path.remove(str(ROOT / "recipes"))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a target and a text."""
+    place = tmp_path_factory.mktemp("own")
+    tiny("qwen3", num_hidden_layers=4).save_pretrained(place / "target")
+    byte_tokenizer().save_pretrained(place / "target")
+    (place / "text.txt").write_text(TEXT)
+    return place
+
+
+def settings(recipe, place, out, **changes):
+    words = {"target": str(place / "target"), "dataset": str(place / "text.txt"), "output": str(out)}
+    return recipe.Settings(**{**WORDS, **words, **changes})
+
+
+def check_trained(place, out, kind):
+    """The head in a folder is of its kind, and decoding with it gives the target's own text."""
+    target = sd.HFModel.from_pretrained(place / "target", dtype=torch.float32)
+    head = sd.drafts.heads.load(out, target, dtype=torch.float32)
+    assert type(head) is KINDS[kind].head
+    greedy = sd.decoder(target).greedy()
+    made = greedy.draft(sd.drafts.Head(head), 3).build().generate("one two", 12)
+    assert made.ids == greedy.build().generate("one two", 12).ids
+    assert greedy.draft(str(out), 3).build().generate("one two", 12).ids == made.ids
+
+
+def test_a_head_of_ones_own_is_trained_saved_and_continued(recipe, place, tmp_path, monkeypatch, capsys):
+    whole, part = tmp_path / "whole", tmp_path / "deeper" / "part"
+    rows = tmp_path / "rows.json"
+    recipe.main(settings(recipe, place, whole, tokens=0.0022, json=str(rows)))
+    assert "tau" in capsys.readouterr().out.splitlines()[-1]
+    said = report(rows)
+    assert [row["step"] for row in said] == [0, 17]
+    assert said[-1]["validation_loss"] < said[0]["validation_loss"]
+    assert said[-1]["tau"] > said[0]["tau"]
+    assert said[0]["parameters"] == sum(
+        p.numel() for p in sd.drafts.heads.Eagle3.from_pretrained(whole).parameters()
+    )
+    check_trained(place, whole, "eagle3")
+    card = (whole / "README.md").read_text()
+    assert "--length 32 --tokens 0.0022" in card
+    assert "--batch 4 --no-compile --validation 4" in card
+    assert f"| {said[-1]['validation_loss']:.3f} |" in card
+
+    def stops(row):
+        if row["step"] == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(recipe, "train", partial(train, on_step=stops))
+        with pytest.raises(KeyboardInterrupt):
+            recipe.main(settings(recipe, place, part, tokens=0.0022))
+    assert not part.exists()  # a folder with a head is a trained one
+    recipe.main(settings(recipe, place, part, tokens=0.0022))
+    one, two = (sd.drafts.heads.Eagle3.from_pretrained(folder) for folder in (whole, part))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "eagle3"])
+def test_every_kind_of_head_learns(kind, recipe, place, tmp_path):
+    out, rows = tmp_path / "head", tmp_path / "rows.json"
+    more = {"record": True, "work": str(tmp_path / "work")} if kind == "mtp" else {}
+    recipe.main(
+        settings(recipe, place, out, head=kind, epochs=6, muon_lr=0.03, adam_lr=0.01, json=str(rows), **more)
+    )
+    first, last = (json.loads(rows.read_text())["rows"][n] for n in (0, -1))
+    assert last["acceptance"] > first["acceptance"]
+    if kind == "dflash2":  # q is 0 outside of its candidates
+        assert first["validation_loss"] is None
+    else:
+        assert last["validation_loss"] < first["validation_loss"]
+    assert (tmp_path / "work").exists() == (kind == "mtp")
+    check_trained(place, out, kind)
+
+
+@pytest.mark.slow
+def test_the_command_line(place, tmp_path):
+    """A chat data set, other layers, and a recording that a second run finds."""
+    data = tmp_path / "chat.jsonl"
+    turns = [{"from": "human", "value": "one two"}, {"from": "gpt", "value": TEXT[:200]}]
+    data.write_text("\n".join(json.dumps({"talk": turns}) for _ in range(20)))
+    chatty = byte_tokenizer()
+    chatty.chat_template = CHAT
+    tiny("llama", num_hidden_layers=3).save_pretrained(tmp_path / "target")
+    chatty.save_pretrained(tmp_path / "target")
+    words = ["--target", str(tmp_path / "target"), "--dataset", str(data), "--column", "talk"]
+    words += ["--length", "32", "--tokens", "0.001", "--validation", "2", "--no-compile", "--blocks", "2"]
+    words += ["--layers", "1", "3", "final", "--k", "3", "--record", "--work", str(tmp_path / "work")]
+    out = tmp_path / "head"
+    said = quick("recipes/train_head.py", *words, "--output", str(out))
+    assert "tau" in said.splitlines()[-1]
+    head = sd.drafts.heads.Eagle3.from_pretrained(out)
+    assert (head.taps, head.kv_layers) == ((1, 3, "final"), 2)
+    assert "--layers 1 3 final --k 3 --blocks 2 " in (out / "README.md").read_text()
+    assert (
+        quick("recipes/train_head.py", *words, "--output", str(out)).count("step") == 1
+    )  # the untrained one
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target": ""}, "--target is missing"),
+        ({"target": "/nowhere/at/all"}, "there is no folder"),
+        ({"layers": ("9",)}, r"--layers 9: the target has 0 \(the embedding\) to 4"),
+        ({"layers": ("last",)}, "--layers last: give numbers from 0, or final"),
+        ({"head": "mtp", "layers": ("1", "2")}, "MTP reads one layer"),
+        ({"head": "mtp", "blocks": 2}, "MTP has one block"),
+        ({"head": "dflash2", "loss": "own"}, "give 'mixed'"),
+        ({"length": 4096}, "--length 4096: the target takes at most 256 tokens"),
+        ({"length": 5}, "--length 5: give more than the 5 tokens of a block"),
+        ({"length": 200, "validation": 40}, r"has 15 sequences of 200 tokens, and --validation 40"),
+        ({"tokens": 0.0}, "--tokens 0.0: give a number above 0"),
+        ({"k": -1}, "--k -1: give at least 1, or 0"),
+    ],
+)
+def test_bad_settings_end_before_the_training(changes, message, recipe, place, tmp_path):
+    with pytest.raises(SystemExit, match=message):
+        recipe.main(settings(recipe, place, tmp_path / "out", **changes))
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_targets_texts_and_folders(recipe, place, tmp_path):
+    def refused(message, **changes):
+        with pytest.raises(SystemExit, match=message):
+            recipe.main(settings(recipe, place, changes.pop("out", tmp_path / "out"), **changes))
+
+    tiny("llama").save_pretrained(tmp_path / "mute")
+    refused("it has no tokenizer: save one", target=str(tmp_path / "mute"))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": TEXT, "n": 1, "talk": [{"role": "user"}]}))
+    rows = str(tmp_path / "rows.jsonl")
+    refused("--column body: the data set has text, n, talk", dataset=rows, column="body")
+    refused("a row has a int, '1': name a column of texts", dataset=rows, column="n")
+    refused("has no chat template", dataset=rows, column="talk")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text"')
+    refused("line 2 is no JSON", dataset=str(tmp_path / "bad.jsonl"))
+    (tmp_path / "list.jsonl").write_text("[1]")
+    refused("line 1 is no JSON object", dataset=str(tmp_path / "list.jsonl"))
+    refused("it has other files than a head's", out=place / "target")
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "head.json").write_text("{}")
+    refused("and there is no .*head.pt to continue from", out=tmp_path / "head")
+    with pytest.raises(SystemExit):
+        recipe.parse(recipe.Settings, None, ["--head", "eagle4"])
+
+
+def test_a_target_that_heads_do_not_read_is_refused(recipe, place, tmp_path):
+    stateful("mamba2").save_pretrained(tmp_path / "recurrent")
+    byte_tokenizer().save_pretrained(tmp_path / "recurrent")
+    with pytest.raises(SystemExit, match="mamba2"):
+        recipe.main(settings(recipe, place, tmp_path / "out", target=str(tmp_path / "recurrent")))
+
+
+def test_the_disk_is_asked_before_it_is_filled(recipe, place, tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe.shutil, "disk_usage", lambda folder: type("", (), {"free": 1000}))
+    s = settings(recipe, place, tmp_path / "out", record=True, work=str(tmp_path / "work"))
+    with pytest.raises(SystemExit, match="GB free: give another --work"):
+        recipe.main(s)
+
+
+def test_chats_become_texts(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    mine = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
+    theirs = [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]
+    file = tmp_path / "chat.jsonl"
+    file.write_text("".join(json.dumps({"talk": talk}) + "\n\n" for talk in (mine, theirs)))
+    found = list(packed(tokenizer, documents(str(file), "talk"), 24, 9))
+    said = "<user>a b<assistant>c" * 2  # the template's own ends, and no end token
+    assert tokenizer.decode(torch.cat(found)[0]) == said[:25]
+    with pytest.raises(SystemExit, match="a message has role: messages have role and content"):
+        list(packed(tokenizer, [[{"role": "user"}]], 4, 1))
+
+
+def test_tables_are_read(tmp_path):
+    pytest.importorskip("datasets")
+    file = tmp_path / "rows.csv"
+    file.write_text("body,n\nsome text,1\nother text,2\n")
+    assert list(documents(str(file), "body")) == ["some text", "other text"]
+
+
+def test_recorded_sequences_are_found_by_their_ids(tmp_path):
+    target = tiny("llama")
+    ids = torch.arange(36).view(4, 9)
+    first = sequence_states(target, ids, str(tmp_path), (0,))
+    assert len(first) == 4
+    assert sequence_states(target, ids, str(tmp_path), (0,)).folder == first.folder
+    assert sequence_states(target, ids + 1, str(tmp_path), (0,)).folder != first.folder
+
+
+def test_a_head_fits_the_depth_of_its_target():
+    shallow, deep = tiny("llama"), tiny("llama", num_hidden_layers=24)
+    assert KINDS["dflash"].new(shallow).settings["blocks"] == 1
+    assert KINDS["dflash"].new(deep).settings["blocks"] == 5
+    assert KINDS["eagle3"].new(deep).taps == (2, 12, 21)
+    head = KINDS["peagle"].new(deep, k=3, blocks=2)
+    assert isinstance(head, PEagle)
+    assert (head.longest, head.kv_layers) == (3, 2)
+    for name, kind in KINDS.items():
+        made = kind.new(shallow, k=3)
+        assert (made.longest or 3) == 3, name
+    with pytest.raises(ValueError, match="there are mixed and own"):
+        KINDS["mtp"].loss("hard", made)
+
+
+def test_a_large_vocabulary_has_fewer_anchors():
+    assert anchors(4096, 5, 2) == 256
+    assert 8 < anchors(151936, 5, 2) < 100
+    assert anchors(151936, 5, 2) * 2 * 5 * 151936 <= LOGITS
+    assert anchors(10**9, 5, 2) == 8
+    assert math.isclose(KINDS["dflash"].factor, math.exp(-1 / 4))
