@@ -86,7 +86,7 @@ class Builder:
                 share a draft.
             selector: from ``specdec.selectors``. length: of arms without one.
             capacities: rows that an arm may draft at once (default: any number).
-            costs: seconds charged for a round: ``"modelled"`` (from the models' weights; deterministic), ``"wall"`` (measured), or
+            costs: seconds charged for a round: ``"modelled"`` (from the weights that a token uses; deterministic), ``"wall"`` (measured), or
                 ``ArmCosts``. reward: ``Round -> [B]``, for selectors that learn from bounded rewards.
             stacked: draft together the rows of models that differ only in their weights (``drafts.Stacked``): one call serves all, but
                 a row that changes its model is read again.
@@ -152,9 +152,8 @@ class Builder:
             else costs
         )
         how = ArmPolicy(selector, tuple(arms), tuple(lengths), held, charged, reward)
-        pool = drafts.Pool(
-            *(_stacked(self._target, unique, numbers) if stacked else (tuple(unique), tuple(numbers)))
-        )
+        parts = _stacked(self._target, unique, numbers) if stacked else (tuple(unique), tuple(numbers))
+        pool = replace(drafts.Pool(*parts), timed=costs == "wall")
         return replace(self, _draft=pool, _length=max(1, *lengths), _selecting=how)
 
     def sampling(self, sampling: Sampling | None = None, **settings: Unpack[SamplingSettings]) -> Builder:

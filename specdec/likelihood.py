@@ -252,16 +252,33 @@ def _drawn_from(
     Where they depend on the text, each token has a call with exactly the text before it, as in plain decoding: in a chain, what follows a token that
     processors forbid would keep the model's logits, and would depend on where a chunk begins.
     """
-    if not sampling.reads_context:
-        return sampling(logits, context, proposal).log()
+    if not sampling.processors and not _own(sampling):
+        return _logs(sampling, logits, context, proposal)
     out = torch.zeros_like(_wide(logits))
     for r in range(out.shape[1]):
         rows = (count > r).nonzero()[:, 0]
         some, at = context.select(rows), to_device(rows, out.device)
         before = replace(some, length=some.length + r)
-        probs = sampling(logits[at, r : r + 1], before, Proposal.none(len(rows), out.device))
-        out[at, r] = probs[:, 0].to(out.dtype).log()
+        made = _logs(sampling, logits[at, r : r + 1], before, Proposal.none(len(rows), out.device))
+        out[at, r] = made[:, 0].to(out.dtype)
     return out
+
+
+def _own(sampling: Sampling) -> bool:
+    """Whether a subclass makes the probabilities, which may come from no scores."""
+    return type(sampling).__call__ is not Sampling.__call__ or type(sampling).scores is not Sampling.scores
+
+
+def _logs(sampling: Sampling, logits: Tensor, context: Context, proposal: Proposal) -> Tensor:
+    """``[B, R, V]`` in one call; not the logarithm of a softmax where that is possible."""
+    if _own(sampling):
+        return sampling(logits, context, proposal).log()
+    logs = sampling.scores(_wide(logits), context, proposal).log_softmax(-1)
+    greedy = sampling.greedy_rows(context)
+    if not bool(greedy.any()):
+        return logs
+    chosen = sampling(logits, context, proposal).log().to(logs.dtype)
+    return torch.where(to_device(greedy, logs.device)[:, None, None], chosen, logs)
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from specdec.drafts.spire.load import is_spire
 from specdec.elsewhere import METHODS
 from specdec.masks import Mask
 from specdec.models.check import Loading
+from specdec.models.hf import HFModel
 from specdec.models.load import is_pair
 from specdec.protocols import Draft
 
@@ -60,11 +61,15 @@ def as_draft(
         raise TypeError(f"{name} is a mask: give the model that uses it, models.Masked(model, {draft!r})")
     if callable(draft) and not any(hasattr(draft, name) for name in ("config", "score", "as_generate")):
         raise TypeError(f"{name} is a function: give chain_draft(function), which makes it a draft")
-    if is_checkpoint(draft):
+    if is_checkpoint(head, options):
         if target is None or options:
             raise TypeError(
-                f"{name} is the checkpoint of a head, which reads a target's activations: give drafts.Head(drafts.heads.load({str(draft)!r}, "
+                f"{name} is the checkpoint of a head, which reads a target's activations: give drafts.Head(drafts.heads.load({str(head)!r}, "
                 "target)), with dtype= and other options there"
             )
-        return drafts.Head(load(draft, target))
+        if not isinstance(target, HFModel):
+            raise ValueError(
+                f"{name} is the checkpoint of a head, which reads the target's activations, and the target is a {type(target).__name__}: give an HFModel"
+            )
+        return drafts.Head(load(head, target))
     return drafts.Model(as_model(draft, name, device, **options))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -14,52 +14,60 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 
-def probe(processor: Callable[..., Any], scores: Tensor) -> bool:
+def probe(processor: Callable[..., Any], scores: Tensor) -> None:
     """Refuse a processor that answers otherwise after other calls, or whose state depends on them. The processor itself is not called.
+
+    One that raises on the made-up texts, as a grammar may, is let through.
 
     Args:
         scores: ``[1, V]``.
-    Returns:
-        whether that could be judged: a processor may raise on every made-up text, as grammars do.
     Raises:
         TypeError: it cannot be copied, or returns no scores. ValueError: it keeps state.
     """
     # Lengths of other parity, since state is often where the new text begins.
     short = torch.zeros(1, 16, dtype=torch.long, device=scores.device)
-    return _pure(processor, scores, short, torch.ones(1, 25, dtype=torch.long, device=scores.device))
-
-
-def probe_at(processor: Callable[..., Any], ids: Tensor, scores: Tensor) -> bool:
-    """``probe`` on a real text ``ids [1, T]``, and on the same with a token that the processor allows there."""
-    one = _copies(processor, 1)[0]
-    first = _answer(one, ids, scores)
-    if isinstance(first, type):
-        return False  # the run will raise it
-    token = check_scores(processor, first, scores).argmax(-1, keepdim=True)
-    return _pure(processor, scores, ids, torch.cat([ids, token.to(ids)], 1))
-
-
-def _pure(processor: Callable[..., Any], scores: Tensor, short: Tensor, long: Tensor) -> bool:
+    long = torch.ones(1, 25, dtype=torch.long, device=scores.device)
     one, two = _copies(processor, 2)
     first = _answer(one, short, scores)
     before = _state(one)
     then, again, alone = (_answer(p, ids, scores) for p, ids in ((one, long), (one, short), (two, long)))
-    made = (first, then, again, alone)
-    if all(isinstance(answer, type) for answer in made):
-        return False
-    for answer in made:
+    raised = [isinstance(answer, type) for answer in (first, then, again, alone)]
+    changed = not any(raised) and (before != _state(one) or _state(one) != _state(two))
+    _judge(processor, scores, [(first, again), (then, alone)], changed)
+
+
+def probe_at(processor: Callable[..., Any], ids: Tensor, scores: Tensor) -> None:
+    """Refuse a processor whose answer on a real text ``ids [1, T]``, or on a longer one, depends on earlier calls. A memo of texts does no harm."""
+    one, two, three = _copies(processor, 3)
+    first = _answer(one, ids, scores)
+    if isinstance(first, type):
+        return  # the run will raise it
+    token = check_scores(processor, first, scores).argmax(-1, keepdim=True)
+    longer = torch.cat([ids, token.to(ids)], 1)
+    other = torch.cat([longer, token.to(ids)], 1)
+    then, again = _answer(one, longer, scores), _answer(one, ids, scores)
+    later, last = _answer(one, other, scores), _answer(one, longer, scores)
+    pairs = [
+        (first, again),
+        (then, last),
+        (then, _answer(two, longer, scores)),
+        (later, _answer(three, other, scores)),
+    ]
+    _judge(processor, scores, pairs)
+
+
+def _judge(
+    processor: Callable[..., Any], scores: Tensor, pairs: Sequence[tuple[Any, Any]], changed: bool = False
+) -> None:
+    """Raise ValueError where answers of a pair differ or ``changed``, and TypeError where one is no scores."""
+    for answer in (answer for pair in pairs for answer in pair):
         if not isinstance(answer, type):
             check_scores(processor, answer, scores)
-    if (
-        not (_same(first, again) and _same(then, alone))
-        or before != _state(one)
-        or _state(one) != _state(two)
-    ):
+    if changed or not all(_same(a, b) for a, b in pairs):
         raise ValueError(
-            f"processors: {named(processor)} keeps state between calls, so its scores at one node would depend on nodes that were dropped: make it a "
-            "pure function of (ids, scores)"
+            f"processors: {named(processor)} keeps state between calls, or is random, so its scores at one node would depend on nodes that were dropped: "
+            "make it a pure function of (ids, scores)"
         )
-    return True
 
 
 def _copies(processor: Callable[..., Any], n: int) -> list[Any]:

@@ -185,9 +185,9 @@ class Sampling:
         return not self.reads_context and all(isinstance(w, TemperatureLogitsWarper) for w in self._warpers)
 
     @cached_property
-    def _undecided(self) -> list[Callable[..., Any]]:
-        """Processors of which ``probe`` could not say whether they keep state."""
-        return []
+    def _unseen(self) -> list[Callable[..., Any]]:
+        """Processors that no text of a run was shown to."""
+        return list(self.processors)
 
     @cached_property
     def _temperatures(self) -> Tensor:
@@ -208,12 +208,13 @@ class Sampling:
         return made
 
     def probe(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        """Refuse processors that return other scores after other calls, or whose state depends on them.
+        """Refuse processors that return other scores after other calls, or whose state depends on them, on made-up texts.
 
-        One that raises on made-up texts is judged at the first text that it is called on.
+        The first texts of a run are another occasion: a processor may raise on made-up ones, or leave them as they are.
         """
         scores = torch.linspace(-2, 2, vocab_size, device=device)[None]
-        self._undecided[:] = [p for p in self.processors if not probe(p, scores)]
+        for processor in self.processors:
+            probe(processor, scores)
 
     def scores(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int = -1) -> Tensor:
         """``logits [B, R, V]`` after processors and truncations; row r belongs to node ``first + r`` (-1: no node).
@@ -321,9 +322,11 @@ class Sampling:
         return self._temperatures[context.request]
 
     def _process(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
-        if self._undecided:  # the first prefix that is no made-up text
-            ids = context.tokens[0, : int(context.length[0])].to(logits.device)
-            self._undecided[:] = [p for p in self._undecided if not probe_at(p, ids[None], logits[0, :1])]
+        for processor in tuple(self._unseen):
+            for b in range(context.batch):
+                ids = context.tokens[b, : int(context.length[b])].to(logits.device)
+                probe_at(processor, ids[None], logits[b, :1])
+        self._unseen.clear()
         return processed(self.processors, logits, context, proposal, first)
 
 

@@ -60,8 +60,9 @@ def test_neither_text_may_be_right(decoder):
     assert "neither text has the most probable token" in repr(found)
 
 
-def test_equal_logits_are_a_tie():
-    target = sd.TableModel([0.4, 0.4, 0.2])
+@pytest.mark.parametrize("probs", [[0.4, 0.4, 0.2], [0.5, 0.5, 0.0]])
+def test_equal_logits_are_a_tie(probs):
+    target = sd.TableModel(probs)
     plain = sd.decoder(target).greedy().build()
     out = plain.generate([[0]], 4)
     (one,) = differences(plain, out, edited(out, 0, 2, 1 - out.ids[0][2]))
@@ -81,6 +82,21 @@ def test_ties_of_bfloat16_are_found_where_they_happen():
     assert isinstance(found, Differences)
     assert len(found) >= 1
     assert found.explained, found
+
+
+@pytest.mark.parametrize("factor", [1000.0, 1e-3])
+def test_the_error_is_that_of_scores(factor):
+    """A processor that stretches the logits stretches their errors."""
+    target = sd.HFModel(tiny("llama", 0, torch.bfloat16))
+    plain = sd.decoder(target).greedy().build()
+    out = plain.generate(PROMPTS, 8)
+    wrong = edited(out, 0, 3, (out.ids[0][3] + 30) % 97)
+    (one,) = differences(plain, out, wrong)
+    stretched = sd.decoder(target).greedy().sampling(processors=(lambda ids, scores: scores * factor,))
+    (other,) = differences(stretched, out, wrong)
+    assert other.gap == pytest.approx(factor * one.gap, rel=0.02)
+    assert other.rounding == pytest.approx(factor * one.rounding, rel=0.2)
+    assert (one.tie, other.tie) == (False, False)
 
 
 def test_a_text_that_ended_is_no_tie(decoder):

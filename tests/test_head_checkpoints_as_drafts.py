@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
+import shutil
 
 import pytest
 from fixtures.export_speculators import FOLDER, target
-from tiny import tiny
+from huggingface_hub import constants
+from tiny import byte_tokenizer, tiny
 
 import specdec as sd
 from specdec.drafts import heads
@@ -33,19 +34,43 @@ def test_a_folder_is_an_arm():
     assert isinstance(decoder.draft.drafts[0], sd.drafts.Head)
 
 
-def test_a_hub_id_is_a_draft(monkeypatch):
-    loading, asked = sys.modules[is_checkpoint.__module__], []
-    monkeypatch.setattr(loading, "check_hub_name", lambda name, options: asked.append(name))
-    monkeypatch.setattr(loading, "cached_file", lambda name, file, **options: FOLDER / "eagle3" / file)
-    monkeypatch.setattr(loading, "folder_of", lambda name: FOLDER / "eagle3")
-    decoder = sd.decoder(sd.HFModel(target())).draft("me/head", 3).build()
-    assert isinstance(decoder.draft.model, heads.Eagle3)
-    assert asked == ["me/head"]
+def cached(root, name, files):
+    """The hub's cache of a repository with these files."""
+    folder = root / f"models--{name.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("a" * 40)
+    shutil.copytree(files, folder / "snapshots" / ("a" * 40))
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["speculators", "saved here"])
+def test_a_hub_id_is_a_draft(monkeypatch, tmp_path, ours):
+    model = sd.HFModel(target())
+    files = FOLDER / "eagle3"
+    if ours:
+        files = tmp_path / "saved"
+        heads.load(FOLDER / "eagle3", model).save_pretrained(files)
+        assert not (files / "config.json").exists()
+    cached(tmp_path / "cache", "me/head", files)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert isinstance(sd.decoder(model).draft("me/head", 3).build().draft.model, heads.Eagle3)
+
+
+def test_a_model_in_another_cache_is_a_draft(monkeypatch, tmp_path):
+    """The options of loading say where a hub id is looked up."""
+    tiny("llama", 1).save_pretrained(tmp_path / "saved")
+    cached(tmp_path / "cache", "me/tiny", tmp_path / "saved")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    base = sd.decoder(sd.HFModel(tiny("llama"), byte_tokenizer()))
+    built = base.draft("me/tiny", 3, cache_dir=str(tmp_path / "cache"), tokenizer=byte_tokenizer()).build()
+    assert isinstance(built.draft, sd.drafts.Model)
 
 
 def test_what_is_missing_is_named():
     with pytest.raises(TypeError, match=r"draft is the checkpoint of a head.*heads.load.*dtype="):
         sd.decoder(sd.HFModel(target())).draft(FOLDER / "eagle3", dtype="float32")
+    with pytest.raises(ValueError, match="the target is a TableModel: give an HFModel"):
+        sd.decoder(sd.TableModel.random(4)).draft(FOLDER / "eagle3")
     with pytest.raises(TypeError, match="reads a target's activations"):
         as_draft(FOLDER / "eagle3", "draft")
 

@@ -151,6 +151,18 @@ def test_tiny_probabilities_are_not_zero():
     torch.testing.assert_close(found.top_values[0][1], torch.tensor([0, -60 * math.log(10)]))
 
 
+def test_a_rare_token_that_was_sampled_keeps_its_number():
+    """The logarithm of a softmax in float32 would be -inf; rows of temperature 0 are mixed in."""
+    rare = sd.TableModel(torch.tensor([1 - 1e-13, 1e-13], dtype=torch.float64), dtype=torch.float32)
+    cold = sd.decoder(rare).sampling(temperature=0.25).build()
+    wanted = torch.tensor([0, -13 * math.log(10) / 0.25])
+    torch.testing.assert_close(sd.log_probs(cold, ([[0]], [[0, 1]]), sampled=True)[0], wanted)
+    mixed = sd.decoder(rare).sampling(temperature=[0.25, 0.0]).build()
+    found = sd.log_probs(mixed, ([[0], [0]], [[0, 1], [0, 1]]), sampled=True)
+    torch.testing.assert_close(found[0], wanted)
+    assert found[1].tolist() == [0, -math.inf]
+
+
 def test_a_batch_has_what_each_row_has_alone(llama, written):
     decoder = sd.decoder(llama).build()
     together = sd.log_probs(decoder, written, top=2)

@@ -50,13 +50,33 @@ class Matcher(Alternates):
         return super().__call__(ids, scores)
 
 
+class Silent(Counts):
+    """The same, but it lets other texts pass in place of raising."""
+
+    def __call__(self, ids, scores):
+        return super().__call__(ids, scores) if ids[0, :2].tolist() == PROMPT else scores
+
+
+class Remembers(Alternates):
+    """Pure, and with a memo."""
+
+    def __init__(self):
+        self.memo = {}
+
+    def __call__(self, ids, scores):
+        text = tuple(ids[0].tolist())
+        if text not in self.memo:
+            self.memo[text] = super().__call__(ids, torch.zeros_like(scores))
+        return scores + self.memo[text]
+
+
 def decoder(processor, speculates=True):
     target, draft = (sd.TableModel.random(vocab_size=6, order=1, seed=seed) for seed in (0, 1))
     made = sd.decoder(target).sampling(processors=(processor,)).verifier(sd.Coupled())
     return (made.draft(draft, 3) if speculates else made).build()
 
 
-@pytest.mark.parametrize("kind", [Counts, Matcher])
+@pytest.mark.parametrize("kind", [Counts, Matcher, Silent])
 @pytest.mark.parametrize("speculates", [False, True])
 def test_one_that_keeps_state_is_refused_at_the_first_text(kind, speculates):
     one = kind()
@@ -66,13 +86,26 @@ def test_one_that_keeps_state_is_refused_at_the_first_text(kind, speculates):
     assert vars(one) == vars(kind())
 
 
-def test_a_pure_one_is_let_through():
-    made = decoder(Alternates())
-    assert len(made.sampling._undecided) == 1
+def test_every_row_is_a_trial():
+    with pytest.raises(ValueError, match="processors: Silent keeps state between calls"):
+        decoder(Silent()).generate([[4, 5], PROMPT], 8)
+
+
+def test_a_drafts_own_sampling_is_tried_too():
+    target, draft = (sd.TableModel.random(vocab_size=6, order=1, seed=seed) for seed in (0, 1))
+    own = sd.drafts.Model(draft, sampling=sd.Sampling(processors=(Counts(),)))
+    with pytest.raises(ValueError, match="processors: Counts keeps state between calls"):
+        sd.decoder(target).draft(own, 3).build().generate([PROMPT], 8)
+
+
+@pytest.mark.parametrize("kind", [Alternates, Remembers])
+def test_a_pure_one_is_let_through(kind):
+    made = decoder(kind())
+    assert len(made.sampling._unseen) == 1
     ids = made.generate([PROMPT] * 20, 12, seed=3).ids
-    assert ids == decoder(Alternates(), False).generate([PROMPT] * 20, 12, seed=3).ids
+    assert ids == decoder(kind(), False).generate([PROMPT] * 20, 12, seed=3).ids
     assert all([token % 2 for token in row] == [1, 0] * 6 for row in ids)
-    assert not made.sampling._undecided
+    assert not made.sampling._unseen
 
 
 def test_what_it_raises_on_a_real_text_is_raised():

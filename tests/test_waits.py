@@ -53,18 +53,20 @@ def test_a_round_waits_once(draft, verifier, temperature):
 
 
 @pytest.mark.parametrize("draft", ["model", "spire"])
-@pytest.mark.parametrize("graphs", [False, "eager"])
-def test_a_pool_waits_until_its_draft_has_drafted(draft, graphs):
-    """Captured chains defer no check, yet the seconds of an arm must be those of its work and not of its launch."""
+@pytest.mark.parametrize(
+    ("graphs", "costs", "waits"), [(False, "wall", 2), ("eager", "wall", 2), ("eager", "modelled", 1)]
+)
+def test_a_pool_waits_until_its_draft_has_drafted(draft, graphs, costs, waits):
+    """Captured chains defer no check, yet seconds that a selector is charged must be those of the work and not of the launch."""
     seen = []
     with FakeDevice() as device:
         alone = builder_of(draft, graphs, onto).build()
         pool = {"draft": sd.Arm(alone.draft, 3), "none": sd.Arm(None)}
-        decoder = sd.decoder(alone.target).pool(pool, sd.selectors.Fixed(0)).build()
+        decoder = sd.decoder(alone.target).pool(pool, sd.selectors.Fixed(0), costs=costs).build()
         note = lambda _: seen.append(device.waits.total())  # noqa: E731
         decoder.generate([[1, 2, 3, 4], [7, 8]], 20, seed=3, on_round=note)
     middle = len(seen) // 2
-    assert seen[middle] - seen[middle - 1] == 2, device.waits
+    assert seen[middle] - seen[middle - 1] == waits, device.waits
 
 
 def test_a_served_round_waits_once():

@@ -7,6 +7,7 @@ ratios matter to a selector; the unit is one verification pass. A tree is charge
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.capabilities import DraftInfo
+from specdec.configs import setting
 from specdec.cost.shapes import Shape
 
 
@@ -61,10 +63,22 @@ def weights(model: Any) -> int:
     return 0 if inner is None else weights(inner)
 
 
-def used_weights(model: Any) -> int:
-    """The parameters that one token uses: ``weights`` without the experts that it does not choose, where ``Shape`` knows the family."""
-    try:
-        shape = Shape.of(model)
-    except (TypeError, ValueError):
-        return weights(model)
-    return weights(model) - (shape.body - shape.active)
+def used_weights(model: Any) -> float:
+    """The parameters that one token uses: ``weights``, but of experts the share that a token chooses, where ``Shape`` knows the family."""
+    module = model
+    while module is not None and not isinstance(module, torch.nn.Module):
+        module = setting(module, "model")
+    if module is None:
+        return 0.0
+    experts = sum(p.numel() for name, p in module.named_parameters() if "experts" in name.split("."))
+    return weights(module) - experts * (1 - _chosen(module) if experts else 0)
+
+
+def _chosen(module: torch.nn.Module) -> float:
+    """The share of experts that a token uses, of the first config, of the module or of one in it, that has experts; 1 if there is none."""
+    for config in {id(c): c for m in module.modules() if (c := setting(m, "config")) is not None}.values():
+        with suppress(TypeError, ValueError):
+            found = Shape.of(config).experts
+            if found is not None:
+                return found.chosen / found.count
+    return 1.0

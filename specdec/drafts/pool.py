@@ -46,6 +46,8 @@ class Pool:
 
     Without ``assign`` every row is on arm 0.
 
+    Args:
+        timed: the seconds of arms are asked for, so each draft must have finished on its device before the next one begins.
     Raises:
         ValueError: there are no arms, or an arm names a draft that does not exist.
     """
@@ -53,6 +55,7 @@ class Pool:
     drafts: tuple[Draft[Any], ...]
     arms: tuple[int, ...] = (0,)
     members: tuple[int, ...] | None = None
+    timed: bool = False
 
     def __post_init__(self) -> None:
         if not self.arms:
@@ -169,7 +172,7 @@ class Pool:
                 with DeferredChecks() as later:
                     drafted, states[d] = self.parts[d].propose(states[d], context, mine, rng)
                 made[d] = drafted
-                later.settle(drafted.tokens)  # an arm's seconds include those on its device
+                later.settle(*([drafted.tokens] if self.timed else []))
             spent[d] = perf_counter() - began
         seconds = tuple(spent[d] * share if share else 0.0 for d, share in zip(self.arms, teams.share))
         parts = [(p, rows) for d, rows in teams.rows.items() if (p := made[d]) is not None]

@@ -146,7 +146,7 @@ def auto(
             raise ValueError(
                 f"there are {len(one_of_each)} temperatures and {repeats * sum(sizes)} rows are measured of each draft: raise repeats"
             )
-    pool = base.pool({"none": None, **arms}, Fixed(0)).build()
+    pool = base.pool({"none": None, **arms}, Fixed(0), costs="wall").build()
     assert pool.selecting is not None
     runs = {"plain": Measured(plain, kind)}
     for i, name in enumerate(("none", *arms)):

@@ -137,14 +137,24 @@ def _first(decoder: Decoder, row: int, prompt: list[int], a: list[int], b: list[
     with torch.inference_mode():
         ways = torch.stack(list(_ways(decoder.target, text)))
         scores = torch.cat([decoder.sampling.scores(way[None, None], context, None)[0] for way in ways])
-        error = float((ways - ways[0]).abs().max())
+        error = _apart(scores, scores[0])
         if isinstance(decoder.target, HFModel | OwnCache):
             plain = Plain(decoder.target)
-            error = max(error, float((plain(text, rounded=True)[-1] - plain(text)[-1]).abs().max()))
+            once, twice = (
+                decoder.sampling.scores(logits[-1:][None].cpu(), context, None)[0]
+                for logits in (plain(text), plain(text, rounded=True))
+            )
+            error = max(error, _apart(twice, once))
     exact = scores.mean(0)
     gap = float(exact.max() - torch.minimum(exact[x], exact[y]))
     best = int(exact.argmax())
     return Difference(row, position, (x, y), gap, error, (x, y).index(best) if best in (x, y) else None)
+
+
+def _apart(scores: Tensor, others: Tensor) -> float:
+    """The largest difference of scores, of those that are not -inf."""
+    known = scores.isfinite() & others.isfinite()
+    return float((scores - others).where(known, 0).abs().max())
 
 
 def _ways(target: LanguageModel, text: list[int], tokens: int = 4) -> Iterator[Tensor]:

@@ -145,7 +145,7 @@ def check_hub_name(name: str, options: Mapping[str, Any]) -> None:
             f"{what}, and no name of a hub model, which looks like 'Qwen/Qwen3-0.6B': {pocket}"
         ) from None
     within = options.get("subfolder") or ""
-    for config in ("config.json", "adapter_config.json"):
+    for config in ("config.json", "adapter_config.json", "head.json"):
         file = f"{within}/{config}".lstrip("/")
         if isinstance(
             try_to_load_from_cache(name, file, options.get("cache_dir"), options.get("revision")), str

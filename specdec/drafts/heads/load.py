@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants, try_to_load_from_cache
 from transformers.utils import cached_file
 
 from specdec.drafts.heads.dflash import DFlash
@@ -87,23 +89,40 @@ def load(
     return read(folder, model, taps, ignore, settings).to(dtype=dtype).eval().bound(target)
 
 
-def is_checkpoint(name: Any) -> bool:
-    """Whether a folder, or a hub id, has a head of another project, which ``load`` reads.
+def is_checkpoint(name: Any, options: Mapping[str, Any] | None = None) -> bool:
+    """Whether a folder has a head of another project, or a hub id any head; ``load`` reads both.
 
+    Args:
+        options: of ``from_pretrained``, with which the hub is asked (``token``, ``cache_dir``, ``revision``, ``local_files_only``).
     Raises:
         ValueError, ConnectionError: as for a model's hub id.
     """
     if not isinstance(name, (str, os.PathLike)) or name in zoo.names():
         return False
-    config = Path(name) / "config.json"
+    config: Path | None = Path(name) / "config.json"
     if not Path(name).exists() and isinstance(name, str) and name.count("/") == 1 and name[0] not in "./~":
-        check_hub_name(name, {})
-        config = Path(cached_file(name, "config.json", _raise_exceptions_for_missing_entries=False) or config)
+        given = options or {}
+        check_hub_name(name, given)
+        config = _from_hub(name, "config.json", given)
+        if config is None:
+            return _from_hub(name, FILE, given) is not None
     try:
-        found = json.loads(config.read_text(encoding="utf-8"))
+        found = json.loads(config.read_text(encoding="utf-8")) if config is not None else None
     except (OSError, ValueError):
         return False
     return isinstance(found, dict) and layout_of(found) is not None
+
+
+def _from_hub(name: str, file: str, options: Mapping[str, Any]) -> Path | None:
+    """A file of a hub id: from the cache, or from the hub; ``None``: there is none, or it is not for all to read."""
+    where = {key: options[key] for key in ("cache_dir", "revision") if options.get(key) is not None}
+    within = options.get("subfolder") or ""
+    found = try_to_load_from_cache(name, f"{within}/{file}".lstrip("/"), **where)
+    if not isinstance(found, str) and not constants.HF_HUB_OFFLINE:
+        more = {key: options[key] for key in ("token", "local_files_only") if key in options}
+        with suppress(OSError):
+            found = cached_file(name, file, subfolder=within, **where, **more)
+    return Path(found) if isinstance(found, str) else None
 
 
 def read_pocket(name: str, folder: str | Path = zoo.FOLDER) -> tuple[HeadModel, Any]:

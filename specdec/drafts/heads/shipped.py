@@ -59,7 +59,7 @@ class ShippedBlock(nn.Module):
 
     def __init__(self, kind: Mapping[str, Any]):
         super().__init__()
-        config = AutoConfig.for_model(**kind)
+        self.config = config = AutoConfig.for_model(**kind)
         config.num_mtp_layers = 1  # a newer transformers saves it under a name of its own
         with torch.device("meta"):
             main = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
