@@ -98,7 +98,10 @@ def check(s: Settings) -> None:
             raise SystemExit(f"--{name} {getattr(s, name)}: give at least 1, or 0 for the default")
     folder = Path(s.output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        if not (folder / "head.json").exists():
+        begun = folder.is_dir() and [file.name for file in folder.iterdir()] == [
+            "README.md"
+        ]  # ``export`` was ended
+        if not (folder / "head.json").exists() and not (begun and checkpoint(s).exists()):
             raise SystemExit(f"--output {folder}: it has other files than a head's: give a new folder")
         if not checkpoint(s).exists():
             raise SystemExit(

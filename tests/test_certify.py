@@ -102,6 +102,21 @@ def test_the_catalogue_is_as_large_as_promised():
     assert sum(not c.lossless and c.distance is None for c in ALL) >= 3
 
 
+def test_the_planner_of_the_catalogue_changes_its_mind():
+    planner = next(c for c in ALL if c.name == "a planner that learns while it decodes").builder.build()
+    orders = set()
+    for seed in range(12):
+        arms: list[int] = []
+        planner.generate(
+            [[0]],
+            6,
+            seed=seed,
+            on_round=lambda r, arms=arms: arms.append(int(r.arm[0])) if r.number else None,
+        )
+        orders.add(tuple(arms[:3]))
+    assert orders >= {(2, 2), (2, 0, 2)}  # an acceptance keeps it, and a rejection makes a plain round
+
+
 def test_a_certificate_says_what_was_found_in_one_line():
     found = certify(catalogue.BASE.build())
     assert found.lossless

@@ -259,6 +259,10 @@ def test_windows_are_saved_and_loaded(target, tmp_path, kind):
     ],
 )
 def test_windows_that_are_none_are_refused(target, settings, message):
+    with pytest.raises(TypeError, match="windows is 16: give a list"):
+        DFlash.from_target(target, blocks=2, block_size=4, windows=16)
+    with pytest.raises(TypeError, match="windows_causal is 'no': give True or False"):
+        DFlash.from_target(target, blocks=2, block_size=4, windows=[3, 3], windows_causal="no")
     with pytest.raises(ValueError, match=message):
         DFlash.from_target(target, blocks=2, block_size=4, **settings)
     with pytest.raises(ValueError, match="windows has 2: give numbers of positions from 3 on"):

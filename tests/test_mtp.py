@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 import specdec as sd
 from specdec.audit.certify import certify
+from specdec.cost.arms import used_weights, weights
 from specdec.drafts.heads import MTP, DDTree, DynamicTree, Head
 from specdec.drafts.heads.layers import config_like
 from specdec.models.fingerprint import fingerprint
@@ -205,6 +206,15 @@ def test_a_target_in_low_precision_has_exact_angles(tmp_path, family, monkeypatc
     x, at = torch.zeros(1, 2, 32, dtype=torch.bfloat16), torch.tensor([[3, 4001]])
     expected = model.get_decoder().rotary_emb(x, at, **kinds(family))
     assert all(map(torch.equal, head.layers[0].rotary(x, at), expected))
+
+
+def test_a_shipped_layer_costs_the_experts_that_it_uses():
+    model = tiny("qwen3_moe", num_experts=8)  # two of which are used
+    kind = {**model.config.to_diff_dict(), "num_mtp_layers": 1}
+    head = MTP.from_target(model, shipped=kind)
+    experts = sum(p.numel() for name, p in head.named_parameters() if ".experts." in name)
+    assert experts > 0
+    assert used_weights(head) == weights(head) - experts * 3 / 4
 
 
 def test_the_routers_bias_of_a_target_in_low_precision_stays_exact(tmp_path, monkeypatch):

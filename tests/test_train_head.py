@@ -217,6 +217,35 @@ def test_tables_are_read(tmp_path):
     assert list(documents(str(file), "body")) == ["some text", "other text"]
 
 
+def test_files_and_folders_are_read(tmp_path):
+    folder = tmp_path / "texts"
+    (folder / "more").mkdir(parents=True)
+    (folder / "a.txt").write_text("one\ntwo\n", encoding="utf-8")
+    (folder / "more" / "b.TXT").write_text("ünter", encoding="utf-8")
+    assert list(documents(str(folder), "text")) == ["one\ntwo\n", "ünter"]
+    for name in ("rows.JSONL", "rows.ndjson"):
+        (tmp_path / name).write_text('{"text": "a"}\n', encoding="utf-8")
+        assert list(documents(str(tmp_path / name), "text")) == ["a"]
+    (tmp_path / "bad.json").write_text("{", encoding="utf-8")
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
+    for name in ("bad.json", "bad.txt"):
+        with pytest.raises(SystemExit, match=f"--dataset .*{name}: it "):
+            list(documents(str(tmp_path / name), "text"))
+
+
+def test_a_run_does_not_continue_with_another_text(recipe, place, tmp_path):
+    recipe.main(settings(recipe, place, tmp_path / "head"))
+    (tmp_path / "head" / "head.json").unlink()
+    for file in (tmp_path / "head").iterdir():
+        if file.name != "README.md":  # as if the export had been ended
+            file.unlink()
+    recipe.main(settings(recipe, place, tmp_path / "head"))
+    assert (tmp_path / "head" / "head.json").exists()
+    (tmp_path / "other.txt").write_text(TEXT.replace("one", "eno"))
+    with pytest.raises(SystemExit, match="is of another run: its data is"):
+        recipe.main(settings(recipe, place, tmp_path / "head", dataset=str(tmp_path / "other.txt")))
+
+
 def test_recorded_sequences_are_found_by_their_ids(tmp_path):
     target = tiny("llama")
     ids = torch.arange(36).view(4, 9)

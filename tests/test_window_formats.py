@@ -89,6 +89,15 @@ def test_the_direction_of_windows_is_read(tmp_path, model):
             [None, 8],
         ),
         ({"sliding_window": 8, "use_sliding_window": True}, None),
+        (
+            {
+                "layer_types": "missing",
+                "use_sliding_window": True,
+                "sliding_window": None,
+                "max_window_layers": 0,
+            },
+            None,
+        ),
     ],
 )
 def test_fields_mean_what_they_mean_in_the_config_of_qwen3(tmp_path, model, body, windows):

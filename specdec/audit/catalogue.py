@@ -103,15 +103,19 @@ def lookups() -> Iterator[Composition]:
         ("cascade, guesses of a model", drafts.Cascade(OTHER, drafts.Model(MODEL), ahead=2)),
     ):
         yield Composition(name, BASE.draft(draft, length=2), 4, texts)
-    table = RoundTable(
-        (1, 4),
-        (1.0, 1.2),
-        ((0.0, 0.0), (0.02, 0.03), (0.4, 0.5)),
-        ((0.0, 0.0), (0.35, 0.1), (0.4, 0.15)),
-        (0.0,) * 3,
-    )
+    draft, verify = ((0.0, 0.0), (0.05, 0.06), (0.1, 0.2)), ((0.0, 0.0), (0.35, 0.1), (0.4, 0.15))
+    table = RoundTable((1, 4), (1.0, 1.2), draft, verify, (0.0,) * 3)
     chances = (((2.0, 2.0), *((2.0, 1.2),) * 2),)
-    planner = Planner(((-1, 0), (0, 1), (0, 2)), table, (chances,), ((1.0,),), trust=2.0, memory=4.0)
+    planner = Planner(
+        ((-1, 0), (0, 1), (0, 2)),
+        table,
+        (chances,),
+        ((1.0,),),
+        trust=2.0,
+        memory=1.0,
+        hold_rounds=1,
+        margin=0.0,
+    )  # a rejection makes it plain, and an acceptance brings it back
     arms = {"none": None, "one": Arm(CHAIN, 1), "two": Arm(CHAIN, 2)}
     yield Composition("a planner that learns while it decodes", BASE.pool(arms, planner), 4)
 

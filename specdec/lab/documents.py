@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LINES = (".jsonl", ".ndjson")
 TABLES = {".json": "json", ".csv": "csv", ".parquet": "parquet"}
 ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT
 
@@ -18,23 +19,35 @@ def documents(dataset: str, column: str) -> Iterator[Any]:
     """The documents of a data set: texts, or lists of chat messages.
 
     Args:
-        dataset: a file of JSON lines (.jsonl), a table (.json, .csv, .parquet), a file of plain text (any other file: one text), a saved or plain
-            folder, or a hub id (read as a stream).
+        dataset: a file of JSON lines (.jsonl, .ndjson), a table (.json, .csv, .parquet), a file of plain text (any other file: one text), a folder of .txt
+            files (one text each), a saved folder, one of tables, or a hub id (read as a stream).
         column: of the texts or messages.
     Raises:
         SystemExit: no such data set, or no such column.
     """
     path = Path(dataset)
-    if path.is_file() and path.suffix not in (".jsonl", *TABLES):
-        rows: Iterable[Any] = [{column: path.read_text()}]
-    elif path.is_file() and path.suffix == ".jsonl":
+    kind = path.suffix.lower()
+    if path.is_file() and kind not in (*LINES, *TABLES):
+        rows: Iterable[Any] = _plain([path], column)
+    elif path.is_file() and kind in LINES:
         rows = _lines(path)
+    elif path.is_dir() and {file.suffix.lower() for file in path.rglob("*") if file.is_file()} == {".txt"}:
+        rows = _plain(sorted(file for file in path.rglob("*") if file.is_file()), column)
     else:
         rows = _loaded(dataset)
     for row in rows:
         if column not in row:
             raise SystemExit(f"--column {column}: the data set has {', '.join(row)}")
         yield row[column]
+
+
+def _plain(files: Iterable[Path], column: str) -> Iterator[Any]:
+    """One text a file."""
+    for file in files:
+        try:
+            yield {column: file.read_text(encoding="utf-8")}
+        except UnicodeDecodeError as error:
+            raise SystemExit(f"--dataset {file}: it is no text in UTF-8 ({error})") from None
 
 
 def _lines(path: Path) -> Iterator[Any]:
@@ -51,18 +64,19 @@ def _lines(path: Path) -> Iterator[Any]:
             yield row
 
 
-def _loaded(dataset: str) -> Any:
+def _loaded(dataset: str) -> Iterator[Any]:
     import datasets
 
     path = Path(dataset)
     try:
         if path.is_file():
-            kind = TABLES[path.suffix]
-            return datasets.load_dataset(kind, data_files=dataset, split="train", streaming=True)
-        if (path / "dataset_info.json").exists():
-            return datasets.load_from_disk(dataset)
-        return datasets.load_dataset(dataset, split="train", streaming=True)
-    except (OSError, ValueError) as error:  # a hub that does not answer is an OSError, too
+            kind = TABLES[path.suffix.lower()]
+            yield from datasets.load_dataset(kind, data_files=dataset, split="train", streaming=True)
+        elif (path / "dataset_info.json").exists():
+            yield from datasets.load_from_disk(dataset)
+        else:
+            yield from datasets.load_dataset(dataset, split="train", streaming=True)
+    except Exception as error:  # every format and the hub have their own
         raise SystemExit(
             f"--dataset {dataset}: it cannot be read ({error}): give a file of text or rows, a folder, or a hub id with a split named train"
         ) from error

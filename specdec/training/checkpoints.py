@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.spire.model import SpireModel
+from specdec.training.sources import Source
 
 _FREE = {"checkpoint_minutes", "compile", "validate_every"}  # settings that may change
 
@@ -42,13 +44,20 @@ def load(path: Path, settings: Mapping[str, Any], identity: Mapping[str, str]) -
             f"checkpoint {path} was made with {differ[0]} = {theirs.get(differ[0])}, and it is {settings[differ[0]]} now: use the "
             "same settings, or another file"
         )
-    other = [n for n, mine in identity.items() if mine != state["identity"].get(n)]
+    other = [n for n, mine in identity.items() if mine != state["identity"].get(n, mine)]
     if other:
         raise ValueError(
             f"checkpoint {path} is of another run: its {other[0]} is {state['identity'].get(other[0])}, and it is "
             f"{identity[other[0]]} now: use another file"
         )
     return state
+
+
+def content(data: Any) -> str:
+    """A short hash of sequences of ids, so that a run does not continue with others; empty for stored states, which know theirs."""
+    if isinstance(data, Source) and not isinstance(data, Tensor):
+        return ""
+    return hashlib.sha256(torch.as_tensor(data).contiguous().numpy().tobytes()).hexdigest()[:12]
 
 
 def described(draft: Any) -> str:

@@ -196,6 +196,7 @@ def train(
         "forward": repr(forward),
         "target": fingerprint(target),
         "sequences": str(len(source)),
+        "data": checkpoints.content(data),
         "draft": checkpoints.described(draft),
     }
     state = None

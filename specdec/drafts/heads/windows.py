@@ -19,12 +19,17 @@ def sights_of(
         windows: a number of positions for each layer, or ``None`` for a layer without a window; ``None``: no layer has one.
         slots: of a block. origin: ``"anchor"`` or ``"slot"``, from where windows are counted. causal: as in ``Sight``.
     Raises:
+        TypeError: ``windows`` is no list, or ``causal`` neither true nor false.
         ValueError: not one window for each layer, a window that is no number from 1 on or that a block's slots would leave, or another origin.
     """
     if origin not in ORIGINS:
         raise ValueError(f"windows_from is {origin!r}: give {' or '.join(map(repr, ORIGINS))}")
+    if not isinstance(causal, bool):
+        raise TypeError(f"windows_causal is {causal!r}: give True or False")
     if windows is None:
         return (None,) * blocks
+    if not isinstance(windows, Sequence) or isinstance(windows, str):
+        raise TypeError(f"windows is {windows!r}: give a list, a number of positions or None for each block")
     if len(windows) != blocks:
         raise ValueError(
             f"windows has {len(windows)} entries and the head {blocks} blocks: give one for each, None for a layer that sees all of the text"
@@ -32,7 +37,7 @@ def sights_of(
     fixed = origin == "anchor"
     least = 1 if fixed else max(slots, 1)
     for window in windows:
-        if window is not None and (type(window) is not int or window < least):
+        if window is not None and (not isinstance(window, int) or window is True or window < least):
             why = (
                 ""
                 if fixed

@@ -65,7 +65,10 @@ def windows_of(
     qwen = window is None and fields.get("model_type", "qwen3") == "qwen3"
     if kinds is None:
         full = "full_attention" if kind is None else kind
-        kinds = [SLIDING if qwen and used and i >= first else full for i in range(layers)]
+        sliding = (
+            qwen and used and ("sliding_window" not in fields.values or size is not None)
+        )  # as Qwen3Config
+        kinds = [SLIDING if sliding and i >= first else full for i in range(layers)]
     wrong = [one for one in kinds if one not in (SLIDING, "full_attention")]
     if wrong or len(kinds) < layers:
         raise ValueError(

@@ -131,7 +131,7 @@ def _flags(head: HeadModel, kind: str) -> dict[str, Any]:
         shared["embed_requires_grad"] = settings["own_embedding"]
         more = {"mask_token_id": settings["mask_token"]} if kind == "peagle" else {}
         return {**shared, **{name: settings[name] for name in FLAGS}, **more}
-    sliding = settings["windows"] is not None
+    sliding = any(settings["windows"] or ())
     if sliding and settings["windows_from"] != "anchor":
         raise ValueError(
             "windows_from is 'slot': the layout of speculators counts the windows of a block from its anchor; make the head with windows_from='anchor'"
