@@ -16,7 +16,9 @@ What the operator does, and what follows (flash_api.cpp, ``mha_varlen_fwd``):
 - With pages (torch 2.12, multiples of 256 slots) a split result of several sequences is written to wrong places unless
   ``num_splits`` is 1 (pytorch issue 194167).
 - A window of at least ``max_k`` is none, so ``max_k`` must not be below the longest sequence.
-- Where there is no window, it is ``None``: FlashAttention-4, which can take the operator's place, reads (-1, 0) as a window.
+- Where there is no window, ``private`` gives ``None``, since FlashAttention-4, which can take the operator's place
+  (``activate_flash_attention_impl``), reads (-1, 0) as a window. ``varlen_attn`` has no other way to ask for a causal mask without one, so FlashAttention-4
+  must not be activated there.
 """
 
 from __future__ import annotations
