@@ -37,7 +37,7 @@ from specdec.lab.loading import in_dtype, load
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Recipe
 from specdec.lab.report import meta
-from specdec.lab.states import sequence_states
+from specdec.lab.states import sequence_states, unrecorded
 from specdec.training.forward import Blocks
 from specdec.training.muon import arithmetic, quick
 from specdec.training.sources import source_of
@@ -69,7 +69,7 @@ class Settings(Recipe):
     muon_lr: float = option(0.02, "peak learning rate of the matrices")
     adam_lr: float = option(0.006, "peak learning rate of other weights")
     warmup: float = option(0.03, "share of the steps in which the learning rate rises")
-    decay: float = option(0.8, "likewise")
+    decay: float = option(0.8, "share of the steps, at the end, in which it falls to zero")
     compile: bool = option(True, "torch.compile of the loss")
     validation: int = option(16, "number of held-out sequences")
     validations: int = option(10, "how often to validate")
@@ -162,13 +162,14 @@ def texts(s: Settings, tokenizer: Any) -> tuple[Tensor, Tensor]:
 
 
 def recorded(s: Settings, target: Any, data: Tensor, held: Tensor, layers: tuple[int, ...]) -> list[Any]:
-    """States of both, stored in the work folder."""
+    """The target's activations on the training and the held-out sequences, stored in the work folder."""
     width = target.config.get_text_config().hidden_size
-    size = (len(data) + len(held)) * s.length * (len(layers) + 1) * width * 2
+    new = sum(unrecorded(target, part, s.work, layers) for part in (data, held))
+    size = new * s.length * (len(layers) + 1) * width * 2
     Path(s.work).mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(s.work).free
-    print(f"activations of the target: {size / 1e9:.3g} GB in {s.work}", flush=True)
-    if size > free:  # recorded ones are counted twice
+    print(f"activations of the target: {size / 1e9:.3g} GB to be stored in {s.work}", flush=True)
+    if size > free:
         raise SystemExit(
             f"--record: {s.work} has {free / 1e9:.3g} GB free: give another --work, fewer --tokens, or --no-record"
         )

@@ -99,7 +99,7 @@ def log_probs(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: the numbers of prompts and of rows of ids differ, ids are outside the target's vocabulary, a text has more tokens than the target has
-            positions, ``top`` is more than the vocabulary, a number is below 1, a request has no temperature, or logits have no distribution.
+            positions, ``top`` is more than the vocabulary, a number is below 1, the sampling has fewer temperatures than there are rows, or logits have no distribution.
         MemoryError: the texts' keys and values do not fit the memory; a smaller ``batch_size`` may.
     """
     if not isinstance(decoder, (Decoder, Builder)):
@@ -249,8 +249,8 @@ def _drawn_from(
 ) -> Tensor:
     """``[B, R, V]`` the logarithms of the probabilities that the sampling makes of ``logits``.
 
-    Where they depend on the text, each token has a call with exactly the text before it, as in plain decoding: in a chain, what follows a token that
-    processors forbid would keep the model's logits, and would depend on where a chunk begins.
+    With processors, and for a subclass of ``Sampling``, each token has a call with exactly the text before it, as in plain decoding. In a call for a chain, tokens after
+    a forbidden one would get the model's own logits, and the result would depend on where a chunk begins.
     """
     if not sampling.processors and not _own(sampling):
         return _logs(sampling, logits, context, proposal)

@@ -21,7 +21,7 @@ def processed(
 ) -> Tensor:
     """Scores ``[B, R, V]`` of the processors for ``logits [B, R, V]``, whose row r belongs to node ``first + r`` (-1: no node).
 
-    What follows a token that they forbid keeps its logits: no verifier gets there, and many processors fail there.
+    What follows a token that they forbid keeps its logits: no lossless verifier accepts such a token, and many processors fail after it.
 
     Raises:
         TypeError: a processor returns no scores.

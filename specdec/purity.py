@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 
 def probe(processor: Callable[..., Any], scores: Tensor) -> None:
-    """Refuse a processor that answers otherwise after other calls, or whose state depends on them. The processor itself is not called.
+    """Refuse a processor whose scores for a text change after other calls, whose attributes do, or that is random. The processor itself is not called.
 
     One that raises on the made-up texts, as a grammar may, is let through.
 
@@ -24,7 +24,7 @@ def probe(processor: Callable[..., Any], scores: Tensor) -> None:
     Raises:
         TypeError: it cannot be copied, or returns no scores. ValueError: it keeps state.
     """
-    # Lengths of other parity, since state is often where the new text begins.
+    # Lengths of different parity: a processor with state often remembers how long the prompt was.
     short = torch.zeros(1, 16, dtype=torch.long, device=scores.device)
     long = torch.ones(1, 25, dtype=torch.long, device=scores.device)
     one, two = _copies(processor, 2)
@@ -37,7 +37,7 @@ def probe(processor: Callable[..., Any], scores: Tensor) -> None:
 
 
 def probe_at(processor: Callable[..., Any], ids: Tensor, scores: Tensor) -> None:
-    """Refuse a processor whose answer on a real text ``ids [1, T]``, or on a longer one, depends on earlier calls. A memo of texts does no harm."""
+    """Refuse a processor whose scores for a real text ``ids [1, T]``, or for a longer one, depend on earlier calls. A memo of texts does no harm."""
     one, two, three = _copies(processor, 3)
     first = _answer(one, ids, scores)
     if isinstance(first, type):

@@ -192,8 +192,14 @@ def test_a_target_that_heads_do_not_read_is_refused(recipe, place, tmp_path):
 def test_the_disk_is_asked_before_it_is_filled(recipe, place, tmp_path, monkeypatch):
     monkeypatch.setattr(recipe.shutil, "disk_usage", lambda folder: type("", (), {"free": 1000}))
     s = settings(recipe, place, tmp_path / "out", record=True, work=str(tmp_path / "work"))
+    full = recipe.shutil.disk_usage
     with pytest.raises(SystemExit, match="GB free: give another --work"):
         recipe.main(s)
+    monkeypatch.undo()
+    recipe.main(s)
+    monkeypatch.setattr(recipe.shutil, "disk_usage", full)
+    again = settings(recipe, place, tmp_path / "again", record=True, work=str(tmp_path / "work"))
+    recipe.main(again)  # everything is stored already
 
 
 def test_chats_become_texts(tmp_path):

@@ -103,8 +103,8 @@ def lookups() -> Iterator[Composition]:
         ("cascade, guesses of a model", drafts.Cascade(OTHER, drafts.Model(MODEL), ahead=2)),
     ):
         yield Composition(name, BASE.draft(draft, length=2), 4, texts)
-    draft, verify = ((0.0, 0.0), (0.05, 0.06), (0.1, 0.2)), ((0.0, 0.0), (0.35, 0.1), (0.4, 0.15))
-    table = RoundTable((1, 4), (1.0, 1.2), draft, verify, (0.0,) * 3)
+    drafting, verifying = ((0.0, 0.0), (0.05, 0.06), (0.1, 0.2)), ((0.0, 0.0), (0.35, 0.1), (0.4, 0.15))
+    table = RoundTable((1, 4), (1.0, 1.2), drafting, verifying, (0.0,) * 3)
     chances = (((2.0, 2.0), *((2.0, 1.2),) * 2),)
     planner = Planner(
         ((-1, 0), (0, 1), (0, 2)),

@@ -1,7 +1,7 @@
 """The cost of an arm's round: modelled by the weights read, or given.
 
-A row's round is charged ``length * draft + verify``: the cost if all rows of the batch were on its arm, divided by the batch. Only
-ratios matter to a selector; the unit is one verification pass. A tree is charged by its nodes.
+For a round, a row is charged ``drafted * draft[arm] + verify``, where a tree drafts its nodes. Modelled costs are in units of one verification pass, and
+measured ones in seconds. Only ratios matter to a selector.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specdec.cost.shapes import Shape
 
 @dataclass(frozen=True)
 class ArmCosts:
-    """``draft``: of one drafted token of one row, by arm. ``verify``: of one row's share of a verification."""
+    """``draft`` is the cost of one drafted token of one row, for each arm, and ``verify`` a row's share of a verification."""
 
     draft: tuple[float, ...]
     verify: float = 1.0
@@ -56,7 +56,7 @@ class ArmCosts:
 
 
 def weights(model: Any) -> int:
-    """The number of a model's parameters, or of the model's that it wraps; 0 for a draft without a model."""
+    """The number of a model's parameters, or of the model that it wraps; 0 for a draft without a model."""
     if isinstance(model, torch.nn.Module):
         return sum(p.numel() for p in model.parameters())
     inner = getattr(model, "model", None)

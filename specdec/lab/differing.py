@@ -21,7 +21,7 @@ from specdec.protocols import LanguageModel
 from specdec.types import Context, Proposal
 
 SLACK = 2.0
-"""A gap of at most so many measured rounding errors is a tie, since either of the two scores may err by one."""
+"""A gap of up to so many times the measured rounding error is a tie, because each of the two scores may be off by that error."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,9 @@ class Difference:
 
     Attributes:
         row: of the batch. position: number of the generated token, the first is 0. tokens: the token of each text there, ``None`` where the text has ended.
-        gap: how much larger the target's largest score (a logit, after processors) is than the smaller one of the two tokens'. rounding: the measured rounding
-            error of such scores: the larger one of how they change with the shape of the forward, and with one more rounding of every product. Both are NaN where one of the texts has ended.
+        gap: how much larger the target's largest score (a logit, after processors) is than the smaller one of the two tokens'. rounding: the largest change
+            of such a score when the forward has another shape, or (with ``HFModel`` and ``OwnCache``) when the result of every matrix product is off by one more rounding error. Both are
+            NaN where one of the texts has ended.
         probable: which of the texts has the target's most probable token there, 0 or 1; ``None``: neither.
     """
 
@@ -69,10 +70,15 @@ class Difference:
 
 @dataclass(frozen=True, repr=False)
 class Differences(Sequence[Difference]):
-    """What ``differences`` found, one ``Difference`` for each of the ``rows`` whose texts differ."""
+    """What ``differences`` found: a ``Difference`` for each examined row whose texts differ.
+
+    Attributes:
+        found: the differences, in the order of rows. rows: how many were compared. differ: in how many of them the texts differ.
+    """
 
     found: tuple[Difference, ...]
     rows: int
+    differ: int
 
     def __len__(self) -> int:
         return len(self.found)
@@ -82,13 +88,14 @@ class Differences(Sequence[Difference]):
 
     @property
     def explained(self) -> bool:
-        """Whether all differences are ties; after the first one, texts go their own ways."""
-        return all(one.tie for one in self.found)
+        """Whether all differences are ties, but for texts that one budget or stop has ended earlier."""
+        return all(one.tie or one.ended for one in self.found)
 
     def __repr__(self) -> str:
         if not self.found:
             return f"the texts of all {self.rows} rows are equal"
-        return "\n".join([f"{len(self)} of {self.rows} rows differ:", *map(str, self.found)])
+        more = "" if self.differ == len(self) else f"; the first {len(self)}"
+        return "\n".join([f"{self.differ} of {self.rows} rows differ{more}:", *map(str, self.found)])
 
 
 def differences(
@@ -101,7 +108,10 @@ def differences(
     product rounded again. A gap within this error is a tie. A larger one means that a text is not the target's: a mistake in a part, or other weights.
 
     Args:
-        decoder: a greedy decoder of the target that wrote both texts. rows: so many differing rows are looked at, at most.
+        decoder: a greedy decoder of the target that wrote both texts; if they were made in different precisions, of the target in the lower one, whose
+            rounding errors are the larger ones. one, other: what ``generate`` returned. rows: how many of the differing rows are examined, at most.
+    Returns:
+        ``Differences``, a sequence of ``Difference``; ``explained`` says whether all of them are ties.
     Raises:
         TypeError: an argument has the wrong type. ValueError: the decoder samples, or the generations have different prompts.
     """
@@ -120,11 +130,12 @@ def differences(
         )
     if one.prompt_ids != other.prompt_ids:
         raise ValueError("one and other have different prompts: give two generations of the same ones")
-    found: list[Difference] = []
-    for row, (prompt, a, b) in enumerate(zip(one.prompt_ids, one.ids, other.ids)):
-        if a != b and len(found) < rows:
-            found.append(_first(made, row, list(prompt), list(a), list(b)))
-    return Differences(tuple(found), len(one.ids))
+    differ = [row for row, (a, b) in enumerate(zip(one.ids, other.ids)) if a != b]
+    found = [
+        _first(made, row, list(one.prompt_ids[row]), list(one.ids[row]), list(other.ids[row]))
+        for row in differ[:rows]
+    ]
+    return Differences(tuple(found), len(one.ids), len(differ))
 
 
 def _first(decoder: Decoder, row: int, prompt: list[int], a: list[int], b: list[int]) -> Difference:

@@ -20,8 +20,8 @@ def documents(dataset: str, column: str) -> Iterator[Any]:
 
     Args:
         dataset: a file of JSON lines (.jsonl, .ndjson), a table (.json, .csv, .parquet), a file of plain text (any other file: one text), a folder of .txt
-            files (one text each), a saved folder, one of tables, or a hub id (read as a stream).
-        column: of the texts or messages.
+            files (one text each), a folder that ``datasets.Dataset.save_to_disk`` wrote, a folder of tables, or a hub id with a split ``train`` (read as a stream).
+        column: the name of the column with the texts or messages.
     Raises:
         SystemExit: no such data set, or no such column.
     """
@@ -83,12 +83,12 @@ def _loaded(dataset: str) -> Iterator[Any]:
 
 
 def packed(tokenizer: Any, texts: Iterable[Any], length: int, count: int, skip: int = 0) -> Iterator[Tensor]:
-    """``count`` sequences ``[1, length + 1]`` of texts joined by the end token, after the first ``skip`` sequences.
+    """At most ``count`` sequences ``[1, length + 1]``, after the first ``skip`` sequences; plain texts end with the end token.
 
     Args:
         texts: of ``documents``. A list of messages becomes the text that the tokenizer's chat template makes of it, with the template's own ends.
     Raises:
-        SystemExit: a text is neither, or the tokenizer has no chat template.
+        SystemExit: an entry is neither a text nor a list of messages, or the tokenizer has no chat template.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids: list[int] = []

@@ -21,10 +21,10 @@ class Kind:
     """A kind of head.
 
     Attributes:
-        head: its class. k: tokens of a block by default. length: the name and the excess over k of the setting that says how many tokens the head
-            proposes; ``None``: it proposes any number. factor: of the loss from one depth to the next. own: the loss of the head's authors;
-            ``None``: it needs more than the logits that are drawn from. blocks: of a head by default, but no more than a quarter of the target's;
-            0: the head's class decides. settings: of ``from_target``.
+        head: its class. k: how many tokens are drafted at once by default. length: ``(name, more)``, where ``from_target`` takes ``name=k + more``; ``None``:
+            the head drafts any number. factor: of the loss from one depth to the next. own: the loss of the head's authors; ``None``: it cannot be computed from the logits that
+            tokens are drawn from. blocks: how many transformer layers the head has by default, at most a quarter of the target's; 0: it always has one. settings: of
+            ``from_target``.
     """
 
     head: type[HeadModel]

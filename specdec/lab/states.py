@@ -142,12 +142,21 @@ def sequence_states(target: Any, sequences: Tensor, work: str, layers: Sequence[
     Args:
         layers: the layers whose inputs to store.
     """
-    ids = hashlib.sha256(sequences.to(torch.int32).numpy().tobytes()).hexdigest()[:8]
-    folder = _folder(work, ids, target, layers)
+    folder = _by_ids(target, sequences, work, layers)
     with _processes(target).main_process_first():
         if held(folder, target) < len(sequences):
             States.write(folder, target, sequences.split(4), layers, len(sequences))
     return States(folder, target)
+
+
+def unrecorded(target: Any, sequences: Tensor, work: str, layers: Sequence[int]) -> int:
+    """How many of the states that ``sequence_states`` would store are not on disk."""
+    return len(sequences) - held(_by_ids(target, sequences, work, layers), target)
+
+
+def _by_ids(target: Any, sequences: Tensor, work: str, layers: Sequence[int]) -> Path:
+    ids = hashlib.sha256(sequences.to(torch.int32).numpy().tobytes()).hexdigest()[:8]
+    return _folder(work, ids, target, layers)
 
 
 def _content(dataset: str) -> Any:

@@ -17,10 +17,11 @@ def sights_of(
 
     Args:
         windows: a number of positions for each layer, or ``None`` for a layer without a window; ``None``: no layer has one.
-        slots: of a block. origin: ``"anchor"`` or ``"slot"``, from where windows are counted. causal: as in ``Sight``.
+        slots: how many a drafted block has. origin: the head's ``windows_from``, ``"anchor"`` or ``"slot"``. causal: the head's ``windows_causal``.
     Raises:
         TypeError: ``windows`` is no list, or ``causal`` neither true nor false.
-        ValueError: not one window for each layer, a window that is no number from 1 on or that a block's slots would leave, or another origin.
+        ValueError: ``windows`` has not one entry for each layer, a window is no whole number above 0, a window that is counted from slots is shorter than the drafted block, or
+            the origin is another one.
     """
     if origin not in ORIGINS:
         raise ValueError(f"windows_from is {origin!r}: give {' or '.join(map(repr, ORIGINS))}")
