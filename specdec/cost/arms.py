@@ -57,21 +57,24 @@ class ArmCosts:
 
 def weights(model: Any) -> int:
     """The number of a model's parameters, or of the model that it wraps; 0 for a draft without a model."""
-    if isinstance(model, torch.nn.Module):
-        return sum(p.numel() for p in model.parameters())
-    inner = getattr(model, "model", None)
-    return 0 if inner is None else weights(inner)
+    module = _module(model)
+    return 0 if module is None else sum(p.numel() for p in module.parameters())
 
 
 def used_weights(model: Any) -> float:
     """The parameters that one token uses: ``weights``, but of experts the share that a token chooses, where ``Shape`` knows the family."""
-    module = model
-    while module is not None and not isinstance(module, torch.nn.Module):
-        module = setting(module, "model")
+    module = _module(model)
     if module is None:
         return 0.0
     experts = sum(p.numel() for name, p in module.named_parameters() if "experts" in name.split("."))
     return weights(module) - experts * (1 - _chosen(module) if experts else 0)
+
+
+def _module(model: Any) -> torch.nn.Module | None:
+    """The module that a model is or wraps."""
+    while model is not None and not isinstance(model, torch.nn.Module):
+        model = setting(model, "model")
+    return model
 
 
 def _chosen(module: torch.nn.Module) -> float:
