@@ -252,7 +252,7 @@ def _drawn_from(
     With processors, and for a subclass of ``Sampling``, each token has a call with exactly the text before it, as in plain decoding. In a call for a chain, tokens after
     a forbidden one would get the model's own logits, and the result would depend on where a chunk begins.
     """
-    if not sampling.processors and not _own(sampling):
+    if not sampling.processors and not sampling.overridden:
         return _logs(sampling, logits, context, proposal)
     out = torch.zeros_like(_wide(logits))
     for r in range(out.shape[1]):
@@ -264,14 +264,9 @@ def _drawn_from(
     return out
 
 
-def _own(sampling: Sampling) -> bool:
-    """Whether a subclass makes the probabilities, which may come from no scores."""
-    return type(sampling).__call__ is not Sampling.__call__ or type(sampling).scores is not Sampling.scores
-
-
 def _logs(sampling: Sampling, logits: Tensor, context: Context, proposal: Proposal) -> Tensor:
     """``[B, R, V]`` in one call; not the logarithm of a softmax where that is possible."""
-    if _own(sampling):
+    if sampling.overridden:
         return sampling(logits, context, proposal).log()
     logs = sampling.scores(_wide(logits), context, proposal).log_softmax(-1)
     greedy = sampling.greedy_rows(context)

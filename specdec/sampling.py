@@ -176,8 +176,12 @@ class Sampling:
     def reads_context(self) -> bool:
         """Whether a row's distribution depends on more than its logits: on its text (processors), on its request (temperatures), or on what
         a subclass does, which may be anything."""
-        own = type(self).__call__ is Sampling.__call__ and type(self).scores is Sampling.scores
-        return bool(self.processors) or self.by_request or not own
+        return bool(self.processors) or self.by_request or self.overridden
+
+    @property
+    def overridden(self) -> bool:
+        """Whether a subclass makes the probabilities, which may come from no scores."""
+        return type(self).__call__ is not Sampling.__call__ or type(self).scores is not Sampling.scores
 
     @property
     def only_temperature(self) -> bool:
