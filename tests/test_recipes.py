@@ -59,6 +59,7 @@ RECIPES = [
     "train_pool",
     "train_heads",
     "train_head",
+    "answers",
     "heads",
     "spin_pool",
     "spin_selection",

@@ -107,18 +107,22 @@ def packed(tokenizer: Any, texts: Iterable[Any], length: int, count: int, skip: 
             ids = ids[length:]
 
 
-def _chat(tokenizer: Any, messages: Any) -> str:
-    """The text of messages, ``{"role", "content"}`` or ShareGPT's ``{"from", "value"}``."""
-    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+def messages(entry: Any, tokenizer: Any) -> list[dict[str, Any]]:
+    """The messages of a chat with their ``role`` and ``content``, from ``{"role", "content"}`` or ShareGPT's ``{"from", "value"}``.
+
+    Raises:
+        SystemExit: the entry is no list of messages, or the tokenizer has no chat template.
+    """
+    if not isinstance(entry, list) or not all(isinstance(one, dict) for one in entry):
         raise SystemExit(
-            f"--column: a row has a {type(messages).__name__}, {str(messages)[:60]!r}: name a column of texts, or of lists of messages"
+            f"--column: a row has a {type(entry).__name__}, {str(entry)[:60]!r}: name a column of texts, or of lists of messages"
         )
     if tokenizer.chat_template is None:
         raise SystemExit(
             "--column: the rows are lists of messages, and the target's tokenizer has no chat template: name a column of texts"
         )
     turns = []
-    for one in messages:
+    for one in entry:
         role = one.get("role", ROLES.get(one.get("from"), one.get("from")))
         content = one.get("content", one.get("value"))
         if role is None or content is None:
@@ -126,5 +130,9 @@ def _chat(tokenizer: Any, messages: Any) -> str:
                 f"--column: a message has {', '.join(one)}: messages have role and content, or from and value"
             )
         turns.append({**one, "role": role, "content": content})
-    said: str = tokenizer.apply_chat_template(turns, tokenize=False)
+    return turns
+
+
+def _chat(tokenizer: Any, entry: Any) -> str:
+    said: str = tokenizer.apply_chat_template(messages(entry, tokenizer), tokenize=False)
     return said
