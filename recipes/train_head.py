@@ -276,11 +276,8 @@ def command(s: Settings) -> str:
 def main(s: Settings) -> None:
     check(s)
     s.begin()
-    try:
-        with short_errors():
-            head, tokenizer, report = fit(s)
-    except ConnectionError as error:  # of a hub that does not answer
-        raise SystemExit(f"--target {s.target}: {error}") from None
+    with short_errors():
+        head, tokenizer, report = fit(s)
     if not PartialState().is_main_process:
         return
     export(s, head, tokenizer, report)

@@ -40,6 +40,7 @@ COLUMNS = {
 RECIPES = [
     "quickstart",
     "auto",
+    "decide",
     "untrained",
     "bench",
     "compare_checkouts",

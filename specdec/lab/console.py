@@ -18,10 +18,10 @@ def quiet() -> None:
 
 @contextmanager
 def short_errors() -> Iterator[None]:
-    """Inside, a ValueError or FileNotFoundError ends the script with its message alone: for input that the user gave."""
+    """Inside, a ValueError, a FileNotFoundError or a hub that does not answer ends the script with the message alone: for input that the user gave."""
     try:
         yield
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, ConnectionError) as error:
         raise SystemExit(str(error)) from None
 
 

@@ -1,0 +1,139 @@
+"""Which decoder, for your target, at your batch, on your machine, and is it faster than plain? One command.
+
+    python recipes/decide.py --target FOLDER_OR_HUB_ID --drafts small=FOLDER_OR_HUB_ID ngram --prompts prompts.jsonl
+    python recipes/decide.py --temperature 0 --plots plots
+
+Every draft is tried with every length of --k, and heads that draft trees with trees of --trees nodes, beside plain decoding: all in turn on one half of the
+prompts (sd.compare). The fastest at each batch is then decoded beside plain decoding again, on the other half, since the fastest of many owes a part
+of its lead to luck. A draft is a pocket model, a folder or a hub id, of a causal LM, a SPIRe draft or a head, or one of ngram, suffix and magicdec. Models
+go to the GPU if there is one. --prompts is a JSON-lines file with a "prompt" or a list of "turns" a line, and an optional "source" (prompts
+of one source are in one half); default: the shipped development prompts.
+
+Rows `part, method, batch, tokens_per_second, tau, ratio, ratio_low, ratio_high, ...` as of sd.compare; part is `search`, or `again` for the second
+comparison. Seconds are of all rounds, without the target's reading of the prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import checkout  # noqa: F401
+
+import specdec as sd
+from specdec.capabilities import DraftInfo
+from specdec.lab.console import progress, short_errors
+from specdec.lab.contenders import Contender
+from specdec.lab.live import Live
+from specdec.lab.options import option, parse
+from specdec.lab.prompt_file import by_turns, prompt_entries, shipped
+from specdec.lab.recipe import Plotted
+from specdec.parts import as_draft
+
+PLAIN = "plain"
+UNTRAINED = {"ngram": sd.drafts.NGram, "suffix": sd.drafts.Suffix, "magicdec": sd.drafts.MagicDec}
+
+
+@dataclass(frozen=True)
+class Settings(Plotted):
+    target: str = option("pocket-target", "a pocket model, a folder or a hub id")
+    drafts: tuple[str, ...] = option(
+        ("small=pocket-vanilla", "spire=pocket-spire", "ngram"),
+        "NAME=DRAFT, or a draft alone",
+        metavar="DRAFT",
+    )
+    k: tuple[int, ...] = option((2, 4, 8), "block lengths", metavar="N")
+    trees: tuple[int, ...] = option((16,), "nodes of the trees of heads (0: chains only)", metavar="N")
+    prompts: str | None = option(
+        None, "JSON-lines file of prompts (default: the shipped development prompts)", metavar="FILE"
+    )
+    context: int = option(512, "longer prompts are cut to this many tokens at their end (0: never)")
+    new_tokens: int = option(64, "of each row")
+    batches: tuple[int, ...] = option((1, 4), "rows at a time", metavar="N")
+    temperature: float = option(1.0, "of the target and the drafts (0: greedy)")
+    repeats: int = option(6, "counted runs of each decoder and batch, in each comparison")
+
+
+def halves(s: Settings, tokenizer: Any) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts to choose on, and others to compare on; prompts of one source are in one half."""
+    if s.prompts:
+        entries = prompt_entries(s.prompts, tokenizer, s.context)
+    else:
+        entries = by_turns(shipped(split="validation"))
+    sources = [entry.source or entry.name for entry in entries]  # without one, a prompt is its own
+    order = {source: number for number, source in enumerate(dict.fromkeys(sources))}
+    if len(order) < 2:
+        raise SystemExit(
+            f"--prompts {s.prompts}: all prompts have one source, and the fastest decoder is measured again on prompts of others: give prompts of at least two"
+        )
+    ids = [entry.ids(tokenizer) for entry in entries]
+    rows = [one[-s.context :] if s.context else one for one in ids]
+    first, second = (
+        [row for row, source in zip(rows, sources) if order[source] % 2 == half] for half in (0, 1)
+    )
+    return first, second
+
+
+def decoders(s: Settings, target: Any) -> dict[str, sd.Decoder]:
+    """By name: plain decoding, every draft with every length, and trees."""
+    base = sd.decoder(target).sampling(temperature=s.temperature)
+    made = {PLAIN: base.build()}
+    for spec in s.drafts:
+        name, _, given = spec.partition("=")
+        given = given or name
+        draft = UNTRAINED[given]() if given in UNTRAINED else as_draft(given, name, target.device, target)
+        longest = DraftInfo.of(draft).longest
+        for k in sorted({k if longest is None else min(k, longest) for k in s.k}):
+            made[f"{name}/{k}"] = base.draft(draft, length=k).build()
+        for way in Contender(name, draft, 0, None, max(s.k)).trees([nodes for nodes in s.trees if nodes]):
+            made[way.label] = base.draft(way.draft, length=way.longest).build()
+    return made
+
+
+def main(s: Settings) -> Live:
+    s.begin()
+    with short_errors():
+        target = sd.decoder(s.target).build().target
+        learn, test = halves(s, target.tokenizer)
+        made = decoders(s, target)
+        found = sd.compare(made, learn, s.batches, s.repeats, s.new_tokens, PLAIN, s.seed)
+    print(f"{found}\n")
+    rows = [{"part": "search", **row} for row in found.rows]
+    for batch, best in found.best.items():
+        if best == PLAIN:
+            print(f"batch {batch}: do not speculate; {least(found, batch)}")
+            continue
+        pair = {PLAIN: made[PLAIN], best: made[best]}
+        again = sd.compare(pair, test, batch, s.repeats, s.new_tokens, PLAIN, s.seed + 100_000)
+        rows += [{"part": "again", **row} for row in again.rows]
+        print(f"batch {batch}: {verdict(again.rows[-1])}")
+    progress()
+    s.save(rows)
+    s.draw({"decide": found.plot})
+    return found
+
+
+def least(found: Live, batch: int) -> str:
+    """How near the best draft came to plain decoding."""
+    others = [row for row in found.rows if row["batch"] == batch and row["method"] != PLAIN]
+    if not others:
+        return "there is nothing else"
+    near = max(others, key=lambda row: row["ratio"])
+    return f"the fastest draft is {near['method']}, {said(near)}"
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """What to use, by its rows beside plain decoding on prompts on which it was not chosen."""
+    if row["ratio_low"] is not None and row["ratio_low"] > 1:
+        return f"use {row['method']}, {said(row)} on other prompts"
+    return f"{row['method']} may not be faster than plain decoding: {said(row)} on other prompts"
+
+
+def said(row: dict[str, Any]) -> str:
+    """The speed over plain decoding."""
+    between = "" if row["ratio_low"] is None else f" [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}]"
+    return f"{row['ratio']:.2f}{between} x plain"
+
+
+if __name__ == "__main__":
+    main(parse(Settings, __doc__))

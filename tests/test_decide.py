@@ -1,0 +1,99 @@
+"""The recipe that says which decoder to use: what it tries, on which prompts, and what it concludes."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from recipe_runs import ROOT, report
+
+import specdec as sd
+from specdec import zoo
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    sys.path.insert(0, str(ROOT / "recipes"))
+    import decide
+
+    yield decide
+    sys.path.remove(str(ROOT / "recipes"))
+
+
+@pytest.fixture(scope="module")
+def target():
+    return sd.HFModel(*zoo.load("pocket-target"))
+
+
+def test_every_draft_is_tried_with_every_length_and_heads_with_trees(recipe, target):
+    s = recipe.Settings(drafts=("pocket-medusa", "look=ngram"), k=(2, 4, 16), trees=(6, 0))
+    made = recipe.decoders(s, target)
+    names = ["plain", "pocket-medusa/2", "pocket-medusa/4", "pocket-medusa/5"]
+    names.append("pocket-medusa, DDTree of 6")
+    assert list(made) == [*names, "look/2", "look/4", "look/16"]  # this head has five outputs
+    assert {one.sampling.temperature for one in made.values()} == {1.0}
+    assert made["pocket-medusa/2"].length == 2
+
+
+def test_prompts_of_one_source_are_in_one_half(recipe, target, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"text {n}", "source": source} for n, source in enumerate("abac")]
+    file.write_text("\n".join(map(json.dumps, [*rows, {"prompt": "alone"}])))
+    s = recipe.Settings(prompts=str(file), context=0)
+    texts = [[target.tokenizer.decode(row) for row in half] for half in recipe.halves(s, target.tokenizer)]
+    assert texts == [["text 0", "text 2", "text 3"], ["text 1", "alone"]]
+    file.write_text(json.dumps(rows[0]))
+    with pytest.raises(SystemExit, match="give prompts of at least two"):
+        recipe.halves(s, target.tokenizer)
+    short = recipe.Settings(context=7)
+    assert {len(row) for half in recipe.halves(short, target.tokenizer) for row in half} == {7}
+
+
+@pytest.mark.parametrize(
+    ("low", "said"),
+    [(1.1, "use a/2, 1.30 [1.10, 1.50]"), (0.9, "a/2 may not be faster"), (None, "a/2 may not")],
+)
+def test_a_lead_that_may_be_noise_is_no_recommendation(low, said, recipe):
+    row = {"method": "a/2", "ratio": 1.3, "ratio_low": low, "ratio_high": 1.5}
+    assert recipe.verdict(row).startswith(said)
+
+
+@pytest.mark.slow
+def test_the_fastest_is_measured_again_on_other_prompts(recipe, tmp_path, capsys, monkeypatch):
+    """Whatever the machine says: the rows of one comparison, and a second one for each batch at which a draft was the fastest."""
+    asked, compare = [], sd.compare
+
+    def noted(decoders, prompts, *settings):
+        asked.append((list(decoders), prompts))
+        return compare(decoders, prompts, *settings)
+
+    monkeypatch.setattr(recipe.sd, "compare", noted)
+    file = tmp_path / "d.json"
+    s = recipe.Settings(
+        drafts=("ngram",), k=(2,), context=64, new_tokens=8, batches=(1, 2), repeats=2, json=str(file)
+    )
+    found = recipe.main(s)
+    said = capsys.readouterr().out
+    rows = report(file)
+    assert [row["method"] for row in rows if row["part"] == "search"] == ["plain", "ngram/2"] * 2
+    speculated = [batch for batch, best in found.best.items() if best != "plain"]
+    assert [row["batch"] for row in rows if row["part"] == "again"] == [b for b in speculated for _ in "pd"]
+    assert len(asked) == 1 + len(speculated)
+    assert all(prompts != asked[0][1] and names[0] == "plain" for names, prompts in asked[1:])
+    assert said.count("do not speculate") == 2 - len(speculated)
+    assert all(f"batch {batch}: " in said for batch in (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"drafts": ("nowhere",)}, "nowhere"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"repeats": 0}, "repeats"),
+        ({"k": (0,)}, "length"),
+    ],
+)
+def test_bad_settings_end_it(changes, message, recipe):
+    with pytest.raises(SystemExit, match=message):
+        recipe.main(recipe.Settings(**{"drafts": ("ngram",), "context": 16, "new_tokens": 2, **changes}))
