@@ -39,6 +39,15 @@ DENSE: dict[str, dict[str, Any]] = {
     "bitnet": {**_BASE, **_PAD},
     "cohere": {**_BASE, **_PAD, "use_qk_norm": True},
     "cwm": {**_WINDOW, **_PAD},
+    "gemma4_text": {  # the last layers read the keys and values of earlier ones
+        **{**_HEAD, **_PAD, "sliding_window": 8, "num_hidden_layers": 4, "num_kv_shared_layers": 2},
+        **{"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8, "global_head_dim": 8},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2},
+    },
+    "gemma4_unified_text": {
+        **{**_HEAD, **_PAD, "sliding_window": 8, "num_hidden_layers": 3, "global_head_dim": 16},
+        **{"layer_types": ["sliding_attention"] * 2 + ["full_attention"], "attention_k_eq_v": True},
+    },
     "glm": {**_HEAD, **_PAD},
     "gpt_bigcode": {"vocab_size": 97, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 256},
     "gpt_neox_japanese": {k: v for k, v in _ONE.items() if k != "intermediate_size"},

@@ -146,6 +146,10 @@ def _shallow(family):
     )
     if family == "gpt_neo":
         return {"num_layers": 1, "attention_types": [[["global"], 1]]}
+    if family == "gemma4_text":
+        return {"num_hidden_layers": 1, "num_kv_shared_layers": 0, "layer_types": ["full_attention"]}
+    if family == "gemma4_unified_text":
+        return {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
     return {key: 1}
 
 

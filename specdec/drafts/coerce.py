@@ -17,6 +17,7 @@ from specdec.models.hf import HFModel
 from specdec.models.load import load, load_tokenizer, resolve
 from specdec.models.own_cache import OWN_CACHE, OwnCache
 from specdec.models.reduced_vocab import TrimmedModel
+from specdec.models.text_only import multimodal, text_only
 from specdec.protocols import LanguageModel
 from specdec.pruning.vocabulary import Trimmed
 from specdec.zoo import files as zoo
@@ -34,6 +35,9 @@ def place(device_map: Any, device: Any) -> Any:
 
 
 def _wrapped(model: Any, tokenizer: Any, name: str, options: Mapping[str, Any]) -> HFModel | OwnCache:
+    config = setting(model, "config")
+    if config is not None and multimodal(config):
+        model = text_only(model)
     family = setting(setting(model, "config"), "model_type")
     if family not in OWN_CACHE:
         return HFModel(model, tokenizer, **options)

@@ -8,8 +8,8 @@ from typing import Any
 from specdec.configs import setting
 
 _DENSE = (
-    "apertus arcee biogpt bitnet cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 gpt2 gpt_bigcode gpt_neox granite "
-    "granite_swa helium hunyuan_v1_dense hyperclovax internlm3 iquestcoder jais2 llama ministral ministral3 mistral modernbert-decoder "
+    "apertus arcee biogpt bitnet cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3_text gemma4_text gemma4_unified_text glm glm4 gpt2 "
+    "gpt_bigcode gpt_neox granite granite_swa helium hunyuan_v1_dense hyperclovax internlm3 iquestcoder jais2 llama ministral ministral3 mistral modernbert-decoder "
     "nanochat nemotron olmo olmo2 olmo3 opt persimmon phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2 vaultgemma"
 )
 _EXPERTS = (
@@ -129,8 +129,13 @@ def _check_kind(config: Any) -> None:
     if setting(config, "is_encoder_decoder"):
         raise refuse(family, "it is an encoder-decoder; only decoder-only language models are run")
     if setting(config, "vision_config", "audio_config") is not None:
-        raise refuse(family, "it is multimodal; its language model alone may be supported")
-    if setting(config, "use_bidirectional_attention"):
+        raise refuse(
+            family, "it is multimodal: give models.text_only(model), its language model", other=False
+        )
+    if setting(config, "use_bidirectional_attention") in (
+        True,
+        "all",
+    ):  # "vision": between an image's patches
         raise refuse(family, "this one attends in both directions")
 
 

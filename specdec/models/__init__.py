@@ -6,6 +6,7 @@ from specdec.models.own_cache import OWN_CACHE, OwnCache
 from specdec.models.reduced_vocab import TrimmedModel
 from specdec.models.stacked import StackedModel
 from specdec.models.table import TableModel
+from specdec.models.text_only import text_only
 from specdec.models.windowed import Windowed
 
 __all__ = [
@@ -19,4 +20,5 @@ __all__ = [
     "TrimmedModel",
     "UnsupportedModel",
     "Windowed",
+    "text_only",
 ]

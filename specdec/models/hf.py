@@ -19,6 +19,7 @@ from specdec.arguments import at_least
 from specdec.cache.contiguous import KVShape, SlotCache, check_memory
 from specdec.cache.paged import PagedCache, PagePool
 from specdec.configs import eos_ids, processors, runs_on, sampling, setting
+from specdec.forward.compiled import compile_parts
 from specdec.forward.families import SUPPORTED, UnsupportedModel, path_of, positions_of, refuse
 from specdec.forward.pack import PackedBatch, PrefillChunk, feed, spans
 from specdec.forward.probe import kv_shapes
@@ -27,7 +28,6 @@ from specdec.forward.taps import listening
 from specdec.graphs.programs import Steps, steps_for
 from specdec.models.check import Graphs, Options, check_arguments, narrowed, self_check
 from specdec.models.clone import structural_clone
-from specdec.models.compiled import compile_parts
 from specdec.models.load import load, load_tokenizer
 from specdec.models.shared_prompts import share_prompts
 from specdec.types import Context, Fed, Proposal, Scores

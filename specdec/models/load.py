@@ -15,8 +15,9 @@ from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 
+from specdec.models.text_only import multimodal, text_only
 from specdec.zoo import files as zoo
 
 _SECONDS = 10.0  # how long the hub may take to answer
@@ -24,7 +25,7 @@ _DAMAGE = (SafetensorError, pickle.UnpicklingError, json.JSONDecodeError, EOFErr
 
 
 def load(name: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
-    """The model of a local folder or a hub id. Errors as for ``HFModel.from_pretrained``."""
+    """The model of a local folder or a hub id; of a multimodal one its language model. Errors as for ``HFModel.from_pretrained``."""
     _check_arguments(kwargs.get("dtype"), kwargs.get("device_map"))
     folder = Path(name).is_dir()
     if folder:
@@ -36,7 +37,7 @@ def load(name: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
     else:
         check_hub_name(str(name), kwargs)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **kwargs)
+        loaded = _loaded(name, kwargs)
     except Exception as error:
         unknown = [key for key in kwargs if f"unexpected keyword argument '{key}'" in str(error)]
         if unknown:
@@ -56,7 +57,20 @@ def load(name: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
             f"{len(missing)} weights are missing from {str(name)!r}, {missing[0]!r} for one, and would be random: copy or "
             "download it again"
         )
-    return model
+    return text_only(model) if multimodal(model.config) else model
+
+
+def _loaded(name: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
+    """The model and what was read of it."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        try:
+            return AutoModelForImageTextToText.from_pretrained(name, output_loading_info=True, **options)
+        except ValueError:
+            raise error from None
 
 
 def load_tokenizer(name: str | os.PathLike[str]) -> Any:
