@@ -59,12 +59,16 @@ def _assembled(model: Any, kind: Any, config: Any) -> Any:
     bodies = [part for part in model.modules() if type(part) is type(getattr(made, name))]
     if len(bodies) != 1 or head is None:
         raise refuse(family, f"it is multimodal, and its parts are not those of {kind.__name__}", other=False)
-    setattr(made, name, bodies[0])
-    made.set_output_embeddings(head)
+    own = structural_clone(model)  # modules of its own on the same tensors
+    (body,) = [part for part in own.modules() if type(part) is type(bodies[0])]
+    setattr(made, name, body)
+    made.set_output_embeddings(own.get_output_embeddings())
+    made.config = body.config  # the one that all its modules read
+    made.config.tie_word_embeddings, made.config.use_cache = config.tie_word_embeddings, config.use_cache
     left = [name for name, part in [*made.named_parameters(), *made.named_buffers()] if part.is_meta]
     if left:
         raise refuse(family, f"it is multimodal, and its language model has no {left[0]}", other=False)
-    made.training = model.training  # of this module alone: the others are the user's
+    made.eval()
     made.generation_config = copy.deepcopy(model.generation_config)
     return made
 
