@@ -6,12 +6,19 @@ import copy
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 
 from specdec.configs import setting
 from specdec.forward.families import refuse
 from specdec.models.clone import structural_clone
+
+TWINS = {
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), "qwen2"),
+    **{"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"},
+}
+"""Language models without a causal LM of their own that compute, for text, what another family does: their three axes of positions are then one."""
 
 
 def multimodal(config: Any) -> bool:
@@ -23,7 +30,7 @@ def multimodal(config: Any) -> bool:
 def text_only(model: Any) -> PreTrainedModel:
     """The language model of a multimodal one as a ``...ForCausalLM`` on its parameters, for prompts without images or sounds.
 
-    Gemma 3, Mistral Small 3, LLaVA and InternVL, for example. ``model`` is not changed, and later changes of its weights in place take effect. The
+    Gemma 3, Mistral Small 3, Qwen-VL, LLaVA and InternVL, for example. ``model`` is not changed, and later changes of its weights in place take effect. The
     forwards of both are compared on random ids first. ``specdec.decoder`` and ``HFModel.from_pretrained`` call it for multimodal models.
 
     Raises:
@@ -33,13 +40,14 @@ def text_only(model: Any) -> PreTrainedModel:
         raise TypeError(
             f"model is a {type(model).__name__}: give a multimodal model of transformers, a ...ForConditionalGeneration"
         )
-    config = copy.deepcopy(model.config.get_text_config(decoder=True))
-    family = model.config.model_type
+    family, text = model.config.model_type, model.config.get_text_config(decoder=True)
+    twin = TWINS.get(text.model_type)
+    config = copy.deepcopy(text) if twin is None else _translated(text, twin)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:
         raise refuse(
             family,
-            f"it is multimodal, and transformers has no causal LM for its language model ({config.model_type})",
+            f"it is multimodal, and transformers has no causal LM for its language model ({text.model_type})",
             other=False,
         )
     whole = [part for part in model.modules() if type(part) is kind]
@@ -48,29 +56,61 @@ def text_only(model: Any) -> PreTrainedModel:
     return made
 
 
+def _translated(text: Any, family: str) -> Any:
+    """The config of a language model as one of ``family``, with the same settings; positions have one axis."""
+    settings = {name: value for name, value in text.to_dict().items() if name != "model_type"}
+    rope = {
+        name: value for name, value in (text.rope_parameters or {}).items() if not name.startswith("mrope")
+    }
+    if text.model_type == "qwen3_vl_moe_text":
+        settings["norm_topk_prob"] = True  # it has no such setting, and always does
+    settings["rope_parameters"] = rope | (
+        {"rope_type": "default"} if rope.get("rope_type") == "mrope" else {}
+    )
+    return AutoConfig.for_model(family, **settings)
+
+
 def _assembled(model: Any, kind: Any, config: Any) -> Any:
-    """A ``kind`` that has the body and the output matrix of ``model``."""
-    family, head = model.config.model_type, model.get_output_embeddings()
-    embedding = model.get_input_embeddings()
-    config.tie_word_embeddings = head is not None and head.weight is embedding.weight  # for saving
-    with torch.device("meta"):
+    """A ``kind`` on the parameters of the body and the output matrix of ``model``."""
+    own = structural_clone(model)  # modules of its own, and accelerate's hooks, on the same tensors
+    body, head = own.get_decoder(), own.get_output_embeddings()
+    config.tie_word_embeddings = head is not None and head.weight is body.get_input_embeddings().weight
+    with init_empty_weights(include_buffers=False):
         made = kind(config)
     name = made.base_model_prefix
-    bodies = [part for part in model.modules() if type(part) is type(getattr(made, name))]
-    if len(bodies) != 1 or head is None:
-        raise refuse(family, f"it is multimodal, and its parts are not those of {kind.__name__}", other=False)
-    own = structural_clone(model)  # modules of its own on the same tensors
-    (body,) = [part for part in own.modules() if type(part) is type(bodies[0])]
-    setattr(made, name, body)
-    made.set_output_embeddings(own.get_output_embeddings())
-    made.config = body.config  # the one that all its modules read
-    made.config.tie_word_embeddings, made.config.use_cache = config.tie_word_embeddings, config.use_cache
-    left = [name for name, part in [*made.named_parameters(), *made.named_buffers()] if part.is_meta]
-    if left:
-        raise refuse(family, f"it is multimodal, and its language model has no {left[0]}", other=False)
-    made.eval()
+    if type(getattr(made, name)) is type(body) and head is not None:
+        setattr(made, name, body)
+        made.set_output_embeddings(head)
+        made.config = body.config  # the one that all its modules read
+        made.config.tie_word_embeddings, made.config.use_cache = config.tie_word_embeddings, config.use_cache
+    else:
+        _assign(model, made, body, head)
     made.generation_config = copy.deepcopy(model.generation_config)
-    return made
+    return made.eval()
+
+
+def _assign(model: Any, made: Any, body: Any, head: Any) -> None:
+    """Give ``made`` the tensors of a body of another class."""
+    devices = {p.device for p in model.parameters()}
+    place = next((name for name, part in made.named_modules() if part is made.get_output_embeddings()), "")
+    inside = f"{made.base_model_prefix}."
+    tensors = {inside + name: tensor for name, tensor in [*body.named_parameters(), *body.named_buffers()]}
+    tensors |= {} if head is None else {f"{place}.{name}": p for name, p in head.named_parameters()}
+    try:
+        made.load_state_dict({name: tensors[name] for name in made.state_dict()}, assign=True)
+    except (KeyError, RuntimeError) as error:
+        raise refuse(
+            model.config.model_type,
+            f"it is multimodal, and its parts are not those of {type(made).__name__} ({error})",
+            other=False,
+        ) from error
+    if len(devices) > 1:
+        raise refuse(
+            model.config.model_type,
+            f"its language model becomes a {type(made).__name__}, and it is spread over {len(devices)} devices: load it on one",
+            other=False,
+        )
+    made.to(devices.pop())  # the buffers
 
 
 def _check(model: Any, made: Any, tokens: int = 24) -> None:
