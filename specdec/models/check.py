@@ -74,8 +74,8 @@ def check_arguments(
     """Raise TypeError or ValueError for arguments of ``HFModel`` that are wrong for any model."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"model is a {type(model).__name__}: give a transformers model (of a PEFT wrapper, what merge_and_unload() returns), "
-            "or use HFModel.from_pretrained"
+            f"model is a {type(model).__name__}: give a transformers model (of a PEFT wrapper, its base_model.model, which has the "
+            "adapters, or what merge_and_unload() returns), or use HFModel.from_pretrained"
         )
     if tokenizer is not None and not callable(tokenizer):
         raise TypeError(
