@@ -2,6 +2,7 @@
 
 from specdec.grammars.contract import Grammar
 from specdec.grammars.guidance import LLGuidance, gbnf, json_schema, lark, regex
+from specdec.grammars.table import Table
 from specdec.grammars.tracker import Tracker
 
-__all__ = ["Grammar", "LLGuidance", "Tracker", "gbnf", "json_schema", "lark", "regex"]
+__all__ = ["Grammar", "LLGuidance", "Table", "Tracker", "gbnf", "json_schema", "lark", "regex"]

@@ -102,20 +102,26 @@ class LLGuidance:
 
 
 def json_schema(
-    schema: str | Mapping[str, Any] | bool, tokenizer: Any, end_ids: int | Iterable[int] = ()
+    schema: str | Mapping[str, Any],
+    tokenizer: Any,
+    end_ids: int | Iterable[int] = (),
+    whitespace: bool = True,
 ) -> LLGuidance:
     """Texts that are JSON of a schema, given as a mapping or as JSON; ``{"type": "object"}`` is any object.
 
-    What of JSON Schema is known, and how whitespace is written, is llguidance's (its options are the schema's key ``"x-guidance"``).
+    What of JSON Schema is known is llguidance's.
 
     Args:
-        tokenizer, end_ids: as for ``LLGuidance``.
+        tokenizer, end_ids: as for ``LLGuidance``. whitespace: between the tokens of JSON, as much as the model likes; ``False``: none.
     Raises:
         ImportError, TypeError, ValueError: as for ``LLGuidance``.
     """
-    return LLGuidance(
-        "json_schema", schema if isinstance(schema, str) else json.dumps(schema), tokenizer, _ends(end_ids)
-    )
+    if not whitespace:
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        options = {"whitespace_flexible": False, **schema.get("x-guidance", {})}
+        schema = {**schema, "x-guidance": options}
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    return LLGuidance("json_schema", text, tokenizer, _ends(end_ids))
 
 
 def regex(pattern: str, tokenizer: Any, end_ids: int | Iterable[int] = ()) -> LLGuidance:
