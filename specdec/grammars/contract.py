@@ -15,12 +15,12 @@ class Grammar(Protocol[S]):
 
     A state may be any object. It belongs to a text and is never changed: ``advance`` returns another one, a copy or a fork of a matcher, say.
     So the nodes of a tree, which share their beginnings, each cost one ``advance``. Every method is called by one thread at a time.
-
-    Attributes:
-        end_ids: tokens that end a text. ``allowed`` has them where the text is complete. A row ends there, whatever ``eos_token_id`` says.
     """
 
-    end_ids: tuple[int, ...]
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text. ``allowed`` has them where the text is complete. A row ends there, whatever ``eos_token_id`` says."""
+        ...
 
     def start(self) -> S:
         """The state before the first generated token."""
