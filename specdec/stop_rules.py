@@ -90,7 +90,7 @@ class StopRules:
         rules = self.own.get(request, self)
         new = [token for token in ends if token not in rules.eos]
         if new:
-            self.own[request] = replace(rules, eos=(*rules.eos, *new))
+            self.own[request] = replace(rules, eos=(*rules.eos, *new), own={})
 
     @property
     def _scans(self) -> bool:

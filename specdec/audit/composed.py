@@ -68,7 +68,7 @@ PAIRS = (
 )
 BASE, CHAIN, TREE = decoder(MODEL), drafts.Model(OTHER), drafts.Tree(OTHER, (2, 1))
 RAGGED: dict[str, Any] = {"prompts": ((0, 1), (2,), (1, 1, 0)), "tokens": (3, 2, 4)}
-GRAMMAR = Table(((0, 1, 2), (0, -1, 1), (2, 0, -1)))
+GRAMMAR = Table(((1, 0, -1), (-1, 1, 0)))
 PENALTIES = (RepetitionPenaltyLogitsProcessor(1.7), _prefix_penalty)
 REMEMBERING = decoder(TableModel([0.5, 0.3, 0.2])).draft(
     Remembers(distribution(0.2, 0.3, 0.5), (2,)), length=2

@@ -79,6 +79,9 @@ class Tracker:
     def __repr__(self) -> str:
         return repr(self.grammar)
 
+    def __hash__(self) -> int:  # a user's grammar may have none
+        return hash(type(self.grammar))
+
     def __reduce__(self) -> Any:
         return Tracker, (self.grammar,)
 
