@@ -310,16 +310,14 @@ class Sampling:
     def end_ids(self, request: int) -> tuple[int, ...]:
         """The tokens with which a request's grammar ends its text; none without a grammar."""
         tracker = masks.of_request(self.grammar, request)
-        return () if tracker is None else tracker.end_ids
+        return () if tracker is None else tracker.grammar.end_ids
 
     def check_requests(self, last: int) -> None:
         """Raise ValueError where requests have settings of their own, and the request ``last`` has none."""
         for name, values in self.own.items():
             if last >= len(values):
-                raise ValueError(
-                    f"{name} has {len(values)} {'numbers' if name == 'temperature' else 'entries'} and there is a request {last} (the first is 0): "
-                    f"give one for each request, or a single one for all"
-                )
+                what = f"{len(values)} {'numbers' if name == 'temperature' else 'entries'} and there is a request {last} (the first is 0)"
+                raise ValueError(f"{name} has {what}: give one for each request, or a single one for all")
 
     def check_committed(self, context: Context, tokens: Tensor, count: Tensor, verifier: str) -> None:
         """Raise ValueError where the grammar does not allow ``tokens[b, :count[b]]`` after row b: a lossy verifier accepted one, or it allows none."""
@@ -331,6 +329,7 @@ class Sampling:
         if self.processors:
             logits = self._process(logits, context, proposal, first)
         if self.grammar is not None:
+            self.check_requests(int(context.request.max()) if context.batch else 0)
             logits = masks.constrained(self.grammar, logits, context, proposal, first)
         return logits
 

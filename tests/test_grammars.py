@@ -55,6 +55,8 @@ def follows(ids, grammar=GRAMMAR):
 class Counting:
     """A grammar that counts how often it is asked to advance."""
 
+    broken = False
+
     def __init__(self, grammar=GRAMMAR):
         self.grammar, self.end_ids, self.count = grammar, grammar.end_ids, 0
 
@@ -63,6 +65,8 @@ class Counting:
 
     def advance(self, state, token):
         self.count += 1
+        if self.broken:
+            raise RuntimeError("broken")
         return self.grammar.advance(state, token)
 
     def allowed(self, state):
@@ -183,8 +187,11 @@ def test_captured_steps_leave_sampling_to_the_host(draft):
     for round in proposed:
         for b in range(round.context.batch):
             text = round.context.row(b)[int(round.context.prompt_length[b]) :]
-            first = round.proposal.tokens[b, : min(1, int(round.proposal.size[b]))].tolist()
-            assert follows(text + first, WIDE)
+            chain = round.proposal.tokens[
+                b, : int(round.proposal.size[b]) if draft == "model" else 1
+            ].tolist()
+            chain = chain[: chain.index(8) + 1] if 8 in chain else chain  # anything may follow an end
+            assert follows(text + chain, WIDE)
     with pytest.raises(ValueError, match="without processors or a grammar"):
         sd.decoder(target).draft(sd.drafts.Model(small), 3).sampling(grammar=WIDE).executor(Ahead()).build()
 
@@ -256,6 +263,12 @@ def test_a_text_that_is_taken_back_is_found_again():
     assert grammar.count == 108
     tracker.masks(1, text, no_tree, -1, 1)
     assert grammar.count == 208
+    grammar.broken = True
+    with pytest.raises(RuntimeError, match="broken"):
+        tracker.masks(0, np.append(text, [0, 1]), no_tree, -1, 1)
+    grammar.broken = False
+    tracker.masks(0, text, no_tree, -1, 1)
+    assert grammar.count == 209
     for request in range(500):
         tracker.masks(request, text[:1], no_tree, -1, 1)
         tracker.reserve(1)
@@ -343,6 +356,10 @@ def test_what_is_no_grammar_is_refused():
     few = BASE.sampling(grammar=[GRAMMAR, GRAMMAR]).build()
     with pytest.raises(ValueError, match="grammar has 2 entries and there are 3 prompts"):
         few.generate([[3]] * 3, 4)
+    with pytest.raises(ValueError, match="grammar has 2 entries and there is a request 2"):
+        few.sampling(torch.zeros(3, 1, 4), sd.Context.of([[3]] * 3))
+    with pytest.raises(TypeError, match=r"no setting 'guided_json': give \.sampling\(grammar=sd\.grammars"):
+        BASE.sampling(guided_json="{}")
     with pytest.raises(ValueError, match="a trace does not store"):
         lab.record(MODEL, [[3]], "nowhere", 4, 2, sampling=sd.Sampling(grammar=GRAMMAR))
 

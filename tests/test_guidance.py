@@ -56,7 +56,6 @@ def test_json_of_a_schema(draft, target, small):
     [
         ("regex", r"[a-c]{2,4}(-[0-9]){0,3}", r"[a-c]{2,4}(-[0-9]){0,3}"),
         ("lark", 'start: "(" start ")" | /[ab]/', r"\(*[ab]\)*"),
-        ("gbnf", 'root ::= "yes" | "no" root', "(no)*yes"),
     ],
 )
 def test_other_languages(kind, text, pattern, target, small):

@@ -18,16 +18,16 @@ from transformers import PreTrainedTokenizerFast
 
 from specdec.arguments import whole
 
-KINDS = ("json_schema", "regex", "lark", "gbnf")
+KINDS = ("json_schema", "regex", "lark")
 _tokenizers: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class LLGuidance:
-    """A grammar that llguidance reads; ``json_schema``, ``regex``, ``lark`` and ``gbnf`` make them.
+    """A grammar that llguidance reads; ``json_schema``, ``regex`` and ``lark`` make them.
 
     Args:
-        kind: of ``text``: ``"json_schema"``, ``"regex"``, ``"lark"`` or ``"gbnf"``.
+        kind: of ``text``: ``"json_schema"``, ``"regex"`` or ``"lark"``.
         tokenizer: the target's, a fast one. end_ids: tokens that end a text; by default the tokenizer's ``eos_token_id``.
     Raises:
         ImportError: llguidance is not installed. TypeError: the tokenizer is no fast one. ValueError: the grammar is invalid, or there is no end token.
@@ -132,11 +132,6 @@ def regex(pattern: str, tokenizer: Any, end_ids: int | Iterable[int] = ()) -> LL
 def lark(grammar: str, tokenizer: Any, end_ids: int | Iterable[int] = ()) -> LLGuidance:
     """Texts of a context-free grammar in llguidance's dialect of Lark's EBNF, whose first rule is ``start``; arguments as for ``json_schema``."""
     return LLGuidance("lark", grammar, tokenizer, _ends(end_ids))
-
-
-def gbnf(grammar: str, tokenizer: Any, end_ids: int | Iterable[int] = ()) -> LLGuidance:
-    """Texts of a context-free grammar in llama.cpp's GBNF, whose first rule is ``root``; arguments as for ``json_schema``."""
-    return LLGuidance("gbnf", grammar, tokenizer, _ends(end_ids))
 
 
 def _ends(end_ids: int | Iterable[int]) -> tuple[int, ...]:

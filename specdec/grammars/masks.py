@@ -101,7 +101,7 @@ def check_committed(grammar: Any, context: Context, tokens: Tensor, count: Tenso
             )
         ends = (
             ""
-            if tracker.end_ids
+            if tracker.grammar.end_ids
             else " (it has no end_ids, so that a complete text cannot end: declare them)"
         )
         raise ValueError(f"{where}: grammar {tracker!r} allows no token{ends}")

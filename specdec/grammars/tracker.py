@@ -1,7 +1,7 @@
 """The states of the texts that a grammar has read, so that no token is read twice.
 
-States belong to texts, and a text is found again by its request and its tokens. So nothing has to be told when rows are selected, join or leave,
-rejected tokens change no state, and several threads may use one decoder.
+A text is found again by its request and its tokens. So nothing has to be told when rows leave or join, rejected tokens change no state, and
+several threads may use one decoder.
 """
 
 from __future__ import annotations
@@ -85,11 +85,6 @@ class Tracker:
     def __reduce__(self) -> Any:
         return Tracker, (self.grammar,)
 
-    @property
-    def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text."""
-        return self.grammar.end_ids
-
     def check(self, vocab_size: int, tokenizer: Any) -> None:
         """Refuse a grammar that does not fit the target, or whose ``advance`` changes the state that it is given.
 
@@ -98,11 +93,11 @@ class Tracker:
         """
         if isinstance(self.grammar, ChecksTarget):
             self.grammar.check(vocab_size, tokenizer)
-        outside = [token for token in self.end_ids if not 0 <= token < vocab_size]
-        if outside:
-            raise ValueError(
-                f"end_ids of the grammar has {outside[0]}, and the target's vocabulary has ids 0 to {vocab_size - 1}"
-            )
+        for token in self.grammar.end_ids:
+            if not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"end_ids of the grammar has {token}, and the target's vocabulary has ids 0 to {vocab_size - 1}"
+                )
         with self._lock:
             if vocab_size not in self._probed:
                 self._probe(vocab_size)
@@ -118,7 +113,7 @@ class Tracker:
                     f"grammar {self!r} allows none of the target's {vocab_size} tokens at the start of a text: is it made for another tokenizer?"
                 )
             seen.append((state, forbidden))
-            going = np.setdiff1d(open_, self.end_ids)
+            going = np.setdiff1d(open_, self.grammar.end_ids)
             if not len(going):
                 break
             state = self.grammar.advance(state, int(going[0]))
@@ -159,9 +154,8 @@ class Tracker:
             for n, token in enumerate(tokens):
                 before, node = node, self._child(node, token)
                 if node is OUTSIDE:
-                    forbidden = before.forbidden
-                    return n, forbidden is not None and not bool((forbidden == 255).all())
-            return None
+                    return n, self._forbidden(before) is not None
+        return None
 
     def reserve(self, rows: int) -> None:
         """Forget the requests that were used the longest ago, if there are many more than a batch has ``rows``."""
@@ -194,14 +188,13 @@ class Tracker:
         trails.append(best)
         del trails[:-TRAILS]
         if common < len(text):
+            nodes = list(best.nodes)
             for token in text[common:].tolist():
-                up = best.nodes[-1]
-                node = self._child(up, token)
+                up = nodes[-1]
+                nodes.append(self._child(up, token))
                 if up is not ENDED and up is not OUTSIDE:
-                    up.children = {token: node}  # the others were rejected
-                best.nodes.append(node)
-            best.text = text.copy()
-            del best.nodes[:-KEPT]
+                    up.children = {token: nodes[-1]}  # the others were rejected
+            best.text, best.nodes = text.copy(), nodes[-KEPT:]
         return best.nodes[-1]
 
     def _root(self) -> Node:
@@ -219,7 +212,7 @@ class Tracker:
             forbidden = self._packed(node)
             if not 0 <= token < 8 * len(forbidden) or forbidden[token >> 3] >> (token & 7) & 1:
                 child = OUTSIDE
-            elif token in self.end_ids:
+            elif token in self.grammar.end_ids:
                 child = ENDED
             else:
                 child = Node(self.grammar.advance(node.state, token))
