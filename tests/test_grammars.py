@@ -65,6 +65,8 @@ class Counting:
 
     def advance(self, state, token):
         self.count += 1
+        assert self.grammar.allowed(state)[token]
+        assert token not in self.end_ids
         if self.broken:
             raise RuntimeError("broken")
         return self.grammar.advance(state, token)
