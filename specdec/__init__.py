@@ -28,6 +28,7 @@ _LATER = (
     "distributed",
     "drafts",
     "executors",
+    "grammars",
     "lab",
     "masks",
     "memory",
@@ -88,6 +89,7 @@ if TYPE_CHECKING:  # for type checkers and editors, to which a missing name is a
     from specdec import distributed as distributed
     from specdec import drafts as drafts
     from specdec import executors as executors
+    from specdec import grammars as grammars
     from specdec import lab as lab
     from specdec import masks as masks
     from specdec import memory as memory
@@ -199,6 +201,7 @@ __all__ = [
     "decoder",
     "drafts",
     "executors",
+    "grammars",
     "kernels",
     "load",
     "log_probs",

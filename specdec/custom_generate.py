@@ -245,7 +245,8 @@ def _holds_tokens(cache: Any) -> bool:
 
 
 def _plain(sampling: Sampling) -> Sampling:
-    """The same sampling without settings that do nothing: transformers leaves them out."""
+    """The same sampling without its grammar, which is the decoder's, and without settings that do nothing: transformers leaves them out."""
+    sampling = replace(sampling, grammar=None)
     if sampling.greedy:
         return replace(sampling, top_k=None, top_p=None, min_p=None)
     return replace(

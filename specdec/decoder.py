@@ -20,10 +20,11 @@ from specdec.executors.serial import Serial
 from specdec.generation import Generation
 from specdec.models.hf import HFModel
 from specdec.models.own_cache import OwnCache
-from specdec.prompts import Prompts, asked, batches, check_temperatures, prepared, rows_of, stop_rules
+from specdec.per_request import PerRequest
+from specdec.prompts import Prompts, asked, batches, check_settings, prepared, rows_of, stop_rules
 from specdec.protocols import Draft
 from specdec.rng import Philox, Rng, seeds
-from specdec.sampling import Sampling, Temperatures
+from specdec.sampling import Sampling
 from specdec.saved import save
 from specdec.serving.arrivals import Admission, InOrder
 from specdec.serving.requests import Finished, Request
@@ -120,7 +121,7 @@ class Decoder(Composition):
             raise TypeError(f"progress is {progress!r}: give True or False")
         function("on_round", on_round)
         size = self._batch_size(batch_size, len(rows))
-        check_temperatures(self, len(rows))
+        check_settings(self, len(rows))
         limits = stop_rules(self, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria, size)
         if selection is None and size < len(rows):
             selection = self.begin(size)
@@ -171,7 +172,7 @@ class Decoder(Composition):
         """As ``generate``, but yields a ``StreamChunk`` for each row as soon as a round has committed its tokens."""
         rows = rows_of(self.target, asked(Decoder.stream, prompts, input_ids, attention_mask, others))
         function("on_round", on_round)
-        check_temperatures(self, len(rows))
+        check_settings(self, len(rows))
         context, limits = prepared(self, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria)
         decoder = self if selection is None else self._with(selection, context.batch)
         return self._chunks(rows, decoder._rounds(iter([context]), limits, seed), limits, on_round)
@@ -191,6 +192,7 @@ class Decoder(Composition):
         errors: Literal["raise", "yield"] = "raise",
         admission: Admission | None = None,
         own_temperatures: bool = False,
+        own_grammars: bool = False,
     ) -> Iterator[Finished]:
         """Decode a stream of requests; yields each as soon as it is finished.
 
@@ -214,7 +216,7 @@ class Decoder(Composition):
             admission: in which order requests that wait join (``serving.ByKind``); ``None``: first come, first served. The order changes no
                 text (as above).
             own_temperatures: requests may have a ``temperature`` of their own; those without have the decoder's. Refused under ``Ahead``, with drafts in
-                another process, and where the decoder has temperatures by number.
+                another process, and where the decoder has temperatures by number. own_grammars: likewise a ``grammar``.
         Raises:
             ValueError: at once, for a part that cannot take in rows during a run, an executor other than ``Serial``, ``Ahead`` and
                 ``Pipelined``, an invalid limit, clock, capacity, seed or stop, or a list of requests out of order; on its arrival, for
@@ -231,28 +233,33 @@ class Decoder(Composition):
             errors,
             InOrder() if admission is None else admission,
             own_temperatures,
+            own_grammars,
         )
         check(self, self.executor, settings)
-        decoder = self._of_requests() if own_temperatures else self
+        own = [name for name, on in (("temperature", own_temperatures), ("grammar", own_grammars)) if on]
+        decoder = self._of_requests(own) if own else self
         decoder = decoder if selection is None else decoder._with(selection, limit)
         return Server(decoder, self.executor, requests, settings).run()
 
-    def _of_requests(self) -> Decoder:
-        """The same parts for a stream whose requests have temperatures of their own."""
-        default = self.sampling.temperature
-        if isinstance(default, Sequence):
-            raise ValueError(
-                f"own_temperatures is set and the decoder's sampling has {len(default)} temperatures by number: give it a single one, for requests without"
-            )
-        return self.with_sampling(replace(self.sampling, temperature=Temperatures(default)))
+    def _of_requests(self, names: Sequence[str]) -> Decoder:
+        """The same parts for a stream whose requests have settings of their own."""
+        for name, given in self.sampling.own.items():
+            if name in names:
+                what = "temperatures" if name == "temperature" else "grammars"
+                raise ValueError(
+                    f"own_{what} is set and the decoder's sampling has {len(given)} {what} by number: give it a single one, for requests without"
+                )
+        defaults = {name: vars(self.sampling)[name] for name in names}
+        own = {name: PerRequest(default) for name, default in defaults.items()}
+        return self.with_sampling(replace(self.sampling, **own))  # type: ignore[arg-type]
 
     def with_sampling(self, sampling: Sampling) -> Decoder:
         """The same parts with another sampling.
 
         Raises:
-            ValueError: a processor keeps state, or the executor cannot run it.
+            ValueError: a processor keeps state, the grammar is made for another tokenizer, or the executor cannot run it.
         """
-        sampling.probe(self.target.vocab_size, self.device or "cpu")
+        sampling.probe(self.target.vocab_size, self.device or "cpu", ModelInfo.of(self.target).tokenizer)
         part = DraftPart.of(self.draft if self.unbound is None else self.unbound)
         made = replace(self, sampling=sampling, draft=part.bound(self.target, sampling), sampling_is_set=True)
         if isinstance(self.executor, Checks):

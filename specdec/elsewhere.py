@@ -10,6 +10,15 @@ _SAMPLING = "it is set when the decoder is composed: .sampling({name}={value}).b
 _PENALTY = "give .sampling(processors=({class_}({value}),)), with transformers' {class_}"
 _RESULT = "the result always has ids, texts, finish, stats and row_stats"
 _AFTERWARDS = "; sd.log_probs(decoder, out{sampled}) gives the log-probabilities of its tokens"
+_GRAMMAR = ".sampling(grammar=sd.grammars.json_schema(schema, target.tokenizer)); for other languages grammars.regex or grammars.lark"
+_GRAMMARS = (
+    "guided_json",
+    "guided_regex",
+    "guided_grammar",
+    "json_schema",
+    "structured_outputs",
+    "response_format",
+)
 _ONE = "rows are decoded by sampling or greedily; there is no beam search"
 _NO_CACHE = "the decoder makes its own caches"
 _RAGGED = "rows may have any lengths, and nothing is padded"
@@ -38,6 +47,7 @@ GENERATE: dict[str, str] = {
         ("logits_processor", "logits_processors", "prefix_allowed_tokens_fn"),
         "give functions (ids, scores) -> scores when the decoder is composed: .sampling(processors=(function,))",
     ),
+    **dict.fromkeys(_GRAMMARS, f"it is given when the decoder is composed: {_GRAMMAR}"),
     "max_length": "give max_new_tokens, which does not count the prompt",
     "max_tokens": "here it is max_new_tokens",
     "batch_size": "it is an argument of generate; serve(requests, limit={value}) yields the result of each request as soon as it is finished",
@@ -74,6 +84,7 @@ SAMPLING: dict[str, str] = {
     "do_sample": "greedy() takes the most probable token, and every temperature above 0 samples",
     "repetition_penalty": "give processors=(RepetitionPenaltyLogitsProcessor({value}),), a class of transformers",
     "no_repeat_ngram_size": "give processors=(NoRepeatNGramLogitsProcessor({value}),), a class of transformers",
+    **dict.fromkeys(_GRAMMARS, f"give {_GRAMMAR}"),
     "max_new_tokens": "it is an argument of generate",
     "max_tokens": "it is an argument of generate, max_new_tokens",
     "stop": "it is an argument of generate, stop_strings",

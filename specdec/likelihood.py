@@ -90,7 +90,7 @@ def log_probs(
         decoder: whose target's probabilities are asked for.
         generation: what ``generate`` returned; or a pair ``(prompts, ids)``, prompts as for ``generate`` and the generated ids of each.
         sampled: by default probabilities are the target's own, the softmax of its logits. With ``True`` they are those of the decoder's sampling, from
-            which tokens are drawn: after processors, temperature and truncations. At temperature 0 the most probable token then has 0, all others -inf.
+            which tokens are drawn: after processors, grammar, temperature and truncations. At temperature 0 the most probable token then has 0, all others -inf.
         top: also return so many of the most probable tokens in each place; ``None``: none.
         batch_size: read at most so many rows at a time; ``None``: all of them.
         chunk: the most generated tokens of a row in one forward. It is less where the vocabulary is large or the model takes shorter chains only.
@@ -249,10 +249,10 @@ def _drawn_from(
 ) -> Tensor:
     """``[B, R, V]`` the logarithms of the probabilities that the sampling makes of ``logits``.
 
-    With processors, and for a subclass of ``Sampling``, each token has a call with exactly the text before it, as in plain decoding. In a call for a chain, tokens after
+    With processors or a grammar, and for a subclass of ``Sampling``, each token has a call with exactly the text before it, as in plain decoding. In a call for a chain, tokens after
     a forbidden one would get the model's own logits, and the result would depend on where a chunk begins.
     """
-    if not sampling.processors and not sampling.overridden:
+    if not sampling.reads_text and not sampling.overridden:
         return _logs(sampling, logits, context, proposal)
     out = torch.zeros_like(_wide(logits))
     for r in range(out.shape[1]):

@@ -188,18 +188,19 @@ def prepared(
     return next(batches(composition, rows, limits, len(rows))), limits
 
 
-def check_temperatures(composition: Composition, rows: int) -> None:
-    """Raise ValueError where requests have temperatures of their own, and some of ``rows`` have none."""
+def check_settings(composition: Composition, rows: int) -> None:
+    """Raise ValueError where requests have temperatures or grammars of their own, and some of ``rows`` have none."""
     for one in by_request(composition):
-        count = len(one.temperature)  # type: ignore[arg-type]
-        if count < rows:
-            raise ValueError(
-                f"temperature has {count} numbers and there are {rows} prompts: give one for each, or a single number for all"
-            )
+        for name, values in one.own.items():
+            if len(values) < rows:
+                what, single = ("numbers", "number") if name == "temperature" else ("entries", "one")
+                raise ValueError(
+                    f"{name} has {len(values)} {what} and there are {rows} prompts: give one for each, or a single {single} for all"
+                )
 
 
 def by_request(composition: Composition) -> list[Sampling]:
-    """The samplings that have a temperature for each request: the decoder's, and those of drafts."""
+    """The samplings that have a setting for each request: the decoder's, and those of drafts."""
     drafting = [part.info.sampling for part in composition.drafting.parts]
     return [one for one in (composition.sampling, *drafting) if isinstance(one, Sampling) and one.by_request]
 
@@ -283,13 +284,20 @@ def stop_rules(
             )
     ends += [names[string] for string in strings if string in names]  # where transformers stops, too
     strings = tuple(string for string in strings if string not in names)
-    return StopRules(
+    sampling = composition.sampling
+    if "grammar" not in sampling.own:
+        ends += [token for token in sampling.end_ids(0) if token not in ends]
+    rules = StopRules(
         max_length=torch.tensor([len(row) + budget for row, budget in zip(rows, budgets)]),
         eos=tuple(ends),
         stop_strings=strings,
         criteria=asked,
         tokenizer=target.tokenizer,
     )
+    if isinstance(sampling.own.get("grammar"), tuple):
+        for b in range(len(rows)):
+            rules.end_at(b, sampling.end_ids(b))
+    return rules
 
 
 def _fits(rows: int, capacity: int) -> None:

@@ -13,6 +13,26 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+# Processors with state, whose result at one node would depend on other nodes.
+_STATEFUL = {
+    "SynthIDTextWatermarkLogitsProcessor": "it keeps the contexts that it has marked",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "it runs a model with a key-value cache of its own",
+    "ClassifierFreeGuidanceLogitsProcessor": "it needs conditional and unconditional rows in one batch",
+    "DiaEOSDelayPatternLogitsProcessor": "it counts the steps since the end of a channel",
+    "DiaClassifierFreeGuidanceLogitsProcessor": "it needs conditional and unconditional rows in one batch",
+    "PrefixConstrainedLogitsProcessor": "it depends on the number of the row in the batch, which changes as rows finish",
+    "EncoderRepetitionPenaltyLogitsProcessor": "it keeps the prompts of a fixed batch",
+    "EncoderNoRepeatNGramLogitsProcessor": "it keeps the prompts of a fixed batch",
+    "MinNewTokensLengthLogitsProcessor": "it has one prompt length for all rows; use MinLengthLogitsProcessor",
+}
+
+
+def refuse_stateful(processor: object) -> None:
+    """Raise ValueError for one of transformers' processors with state, with the reason."""
+    why = _STATEFUL.get(type(processor).__name__)
+    if why:
+        raise ValueError(f"processors: {type(processor).__name__} cannot be used with speculation: {why}")
+
 
 def probe(processor: Callable[..., Any], scores: Tensor) -> None:
     """Refuse a processor whose scores for a text change after other calls, whose attributes do, or that is random. The processor itself is not called.

@@ -1,4 +1,4 @@
-"""Logits to probabilities: temperature, top-k, top-p, min-p and any stateless Hugging Face ``LogitsProcessor``.
+"""Logits to probabilities: any stateless Hugging Face ``LogitsProcessor``, a grammar, temperature, top-k, top-p and min-p.
 
 The same object is applied to target and draft, at every node of a tree, with that node's true prefix. The truncations
 are transformers' own warpers, in the order in which ``generate`` applies them, so that settings have the same meaning; top-p over a large
@@ -8,11 +8,10 @@ vocabulary is computed in another way.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypedDict
 
@@ -28,24 +27,14 @@ from transformers.generation.logits_process import (
 )
 
 from specdec.arguments import number
+from specdec.grammars import masks
+from specdec.grammars.contract import Grammar
 from specdec.kernels.device import Check, defer, to_device
 from specdec.kernels.nucleus import WIDE, nucleus
+from specdec.per_request import PerRequest
 from specdec.processing import processed
-from specdec.purity import probe, probe_at
+from specdec.purity import probe, probe_at, refuse_stateful
 from specdec.types import Context, Proposal
-
-# Processors with state, whose result at one node would depend on other nodes.
-_STATEFUL = {
-    "SynthIDTextWatermarkLogitsProcessor": "it keeps the contexts that it has marked",
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "it runs a model with a key-value cache of its own",
-    "ClassifierFreeGuidanceLogitsProcessor": "it needs conditional and unconditional rows in one batch",
-    "DiaEOSDelayPatternLogitsProcessor": "it counts the steps since the end of a channel",
-    "DiaClassifierFreeGuidanceLogitsProcessor": "it needs conditional and unconditional rows in one batch",
-    "PrefixConstrainedLogitsProcessor": "it depends on the number of the row in the batch, which changes as rows finish",
-    "EncoderRepetitionPenaltyLogitsProcessor": "it keeps the prompts of a fixed batch",
-    "EncoderNoRepeatNGramLogitsProcessor": "it keeps the prompts of a fixed batch",
-    "MinNewTokensLengthLogitsProcessor": "it has one prompt length for all rows; use MinLengthLogitsProcessor",
-}
 
 _WHOSE = ContextVar("whose", default="")  # whose logits are being looked at, for messages
 
@@ -58,27 +47,6 @@ def logits_of(whose: str) -> Iterator[None]:
         yield
     finally:
         _WHOSE.reset(before)
-
-
-class Temperatures(Sequence[float]):
-    """The temperatures of a stream's requests, by number: ``own`` where a request has one, else ``default``."""
-
-    def __init__(self, default: float):
-        self.default, self.own = default, dict[int, float]()
-
-    def __getitem__(self, request: Any) -> Any:
-        return self.own.get(request, self.default)
-
-    def __len__(self) -> int:
-        return sys.maxsize
-
-    def __iter__(self) -> Any:
-        raise TypeError(
-            "a stream's temperatures have no end: take temperatures[request] of a request's number"
-        )
-
-    def __repr__(self) -> str:
-        return f"Temperatures({self.default})"
 
 
 def check_temperature(temperature: Any) -> None:
@@ -98,6 +66,7 @@ class SamplingSettings(TypedDict, total=False):
     top_p: float | None
     min_p: float | None
     processors: tuple[Callable[[Tensor, Tensor], Tensor], ...]
+    grammar: Grammar[Any] | Sequence[Grammar[Any] | None] | None
 
 
 @dataclass(frozen=True)
@@ -109,7 +78,8 @@ class Sampling:
             requests, by ``Context.request``: the first is that of the first prompt of a call.
         top_k, top_p, min_p: truncations with transformers' meaning; ``None`` leaves them out.
         processors: stateless ``LogitsProcessor`` objects or functions ``(ids [B, L], scores [B, V]) -> scores``, applied before
-            the truncations.
+            the temperature.
+        grammar: what may be generated (``specdec.grammars``), applied after the processors. Several, or ``None``, are those of the requests.
     Raises:
         TypeError: a setting is no number, or processors are no sequence of functions.
         ValueError: a setting is out of range, or a processor keeps state between calls.
@@ -120,6 +90,7 @@ class Sampling:
     top_p: float | None = None
     min_p: float | None = None
     processors: tuple[Callable[[Tensor, Tensor], Tensor], ...] = ()
+    grammar: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.processors, Iterable):
@@ -132,12 +103,12 @@ class Sampling:
                 raise TypeError(
                     f"processors has {processor!r}: give objects or functions (ids, scores) -> scores"
                 )
-        if isinstance(self.temperature, Sequence) and not isinstance(self.temperature, str | Temperatures):
+        if isinstance(self.temperature, Sequence) and not isinstance(self.temperature, str | PerRequest):
             object.__setattr__(self, "temperature", tuple(self.temperature))
             if not self.temperature:
                 raise ValueError("temperature is empty: give a number, or one for each request")
         for temperature in self.temperature if isinstance(self.temperature, tuple) else (self.temperature,):
-            if not isinstance(temperature, Temperatures):
+            if not isinstance(temperature, PerRequest):
                 check_temperature(temperature)
         for name, value in {"top_p": self.top_p, "min_p": self.min_p}.items():
             if value is not None:
@@ -152,31 +123,46 @@ class Sampling:
             raise ValueError(f"top_p is {self.top_p}: it must be in (0, 1] (None or 1 keeps every token)")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}: it must be in [0, 1] (None or 0 keeps every token)")
+        object.__setattr__(self, "grammar", masks.given(self.grammar))
         for processor in self.processors:
-            why = _STATEFUL.get(type(processor).__name__)
-            if why:
-                raise ValueError(
-                    f"processors: {type(processor).__name__} cannot be used with speculation: {why}"
-                )
+            refuse_stateful(processor)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
     @property
+    def own(self) -> dict[str, Sequence[Any]]:
+        """The settings of which every request has its own, by name."""
+        settings = {"temperature": self.temperature, "grammar": self.grammar}
+        return {name: value for name, value in settings.items() if isinstance(value, tuple | PerRequest)}
+
+    @property
     def by_request(self) -> bool:
-        """Whether every request has a temperature of its own."""
-        return isinstance(self.temperature, tuple | Temperatures)
+        """Whether every request has a temperature or a grammar of its own."""
+        return bool(self.own)
 
     def greedy_rows(self, context: Context) -> Tensor:
         """``[B]`` bool, on the host: the rows whose temperature is 0."""
-        return self._by_row(context) == 0 if self.by_request else torch.full((context.batch,), self.greedy)
+        own = isinstance(self.temperature, Sequence)
+        return self._by_row(context) == 0 if own else torch.full((context.batch,), self.greedy)
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether a row's distribution depends on its text: on processors, or on a grammar."""
+        return bool(self.processors) or self.grammar is not None
 
     @property
     def reads_context(self) -> bool:
-        """Whether a row's distribution depends on more than its logits: on its text (processors), on its request (temperatures), or on what
-        a subclass does, which may be anything."""
-        return bool(self.processors) or self.by_request or self.overridden
+        """Whether a row's distribution depends on more than its logits: on its text, on its request (temperatures), or on what a subclass
+        does, which may be anything."""
+        return self.reads_text or self.by_request or self.overridden
+
+    def for_draft(self, own: Sampling | None) -> Sampling:
+        """The sampling of a draft that has its ``own``, or none: this one, or its own with this grammar, where it has no grammar itself."""
+        if own is None or own.grammar is not None or self.grammar is None:
+            return self if own is None else own
+        return replace(own, grammar=self.grammar)
 
     @property
     def overridden(self) -> bool:
@@ -211,26 +197,28 @@ class Sampling:
                 made.append(MinPLogitsWarper(self.min_p))
         return made
 
-    def probe(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        """Refuse processors that return other scores after other calls, or whose state depends on them, on made-up texts.
+    def probe(self, vocab_size: int, device: torch.device | str = "cpu", tokenizer: Any = None) -> None:
+        """Refuse processors that return other scores after other calls, or whose state depends on them, on made-up texts, and grammars that
+        do not fit the target's vocabulary and ``tokenizer``, or whose states change.
 
         The first texts of a run are another occasion: a processor may raise on made-up ones, or leave them as they are.
         """
         scores = torch.linspace(-2, 2, vocab_size, device=device)[None]
         for processor in self.processors:
             probe(processor, scores)
+        for tracker in masks.every(self.grammar):
+            tracker.check(vocab_size, tokenizer)
 
     def scores(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int = -1) -> Tensor:
-        """``logits [B, R, V]`` after processors and truncations; row r belongs to node ``first + r`` (-1: no node).
+        """``logits [B, R, V]`` after processors, grammar and truncations; row r belongs to node ``first + r`` (-1: no node).
 
         Logits of a row of temperature 0 among others are not divided: their largest one is taken.
 
         Raises:
             ValueError: a row has NaN, +inf, or nothing but -inf, or its request has no temperature.
         """
-        if self.processors:
-            logits = self._process(logits, context, proposal, first)
-        if self.by_request:
+        logits = self._constrain(logits, context, proposal, first)
+        if isinstance(self.temperature, Sequence):
             by_row = self._by_row(context)
             logits = logits / torch.where(by_row > 0, by_row, 1).to(logits)[:, None, None]
         return (
@@ -266,7 +254,7 @@ class Sampling:
         Entries of nodes that do not exist are valid distributions, but arbitrary ones.
         """
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        own = self._by_row(context) if self.by_request else None
+        own = self._by_row(context) if isinstance(self.temperature, Sequence) else None
         mixed = own is not None and bool((own == 0).any())
         if own is not None and mixed and type(self).scores is Sampling.scores:
             return self._mixed(wide, own, context, proposal, first)
@@ -292,8 +280,7 @@ class Sampling:
         self, logits: Tensor, own: Tensor, context: Context, proposal: Proposal | None, first: int
     ) -> Tensor:
         """``__call__`` for rows of temperatures ``own [B]``, some of them 0, with a softmax only where a token is drawn: on a CPU it takes longer than all else here."""
-        if self.processors:
-            logits = self._process(logits, context, proposal, first)
+        logits = self._constrain(logits, context, proposal, first)
         R, V = logits.shape[1:]
         drawn = (own > 0)[:, None].expand(-1, R)
         if proposal is not None:
@@ -315,15 +302,36 @@ class Sampling:
     def _by_row(self, context: Context) -> Tensor:
         """``[B]`` float64: each row's own temperature."""
         assert isinstance(self.temperature, Sequence)
-        if isinstance(self.temperature, Temperatures):
+        if isinstance(self.temperature, PerRequest):
             return torch.tensor([self.temperature[r] for r in context.request.tolist()], dtype=torch.float64)
-        last = int(context.request.max()) if context.batch else 0
-        if last >= len(self.temperature):
-            raise ValueError(
-                f"temperature has {len(self.temperature)} numbers and there is a request {last} (the first is 0): give one for each request, or "
-                "a single number for all"
-            )
+        self.check_requests(int(context.request.max()) if context.batch else 0)
         return self._temperatures[context.request]
+
+    def end_ids(self, request: int) -> tuple[int, ...]:
+        """The tokens with which a request's grammar ends its text; none without a grammar."""
+        tracker = masks.of_request(self.grammar, request)
+        return () if tracker is None else tracker.grammar.end_ids
+
+    def check_requests(self, last: int) -> None:
+        """Raise ValueError where requests have settings of their own, and the request ``last`` has none."""
+        for name, values in self.own.items():
+            if last >= len(values):
+                what = f"{len(values)} {'numbers' if name == 'temperature' else 'entries'} and there is a request {last} (the first is 0)"
+                raise ValueError(f"{name} has {what}: give one for each request, or a single one for all")
+
+    def check_committed(self, context: Context, tokens: Tensor, count: Tensor, verifier: str) -> None:
+        """Raise ValueError where the grammar does not allow ``tokens[b, :count[b]]`` after row b: a lossy verifier accepted one, or it allows none."""
+        if self.grammar is not None:
+            masks.check_committed(self.grammar, context, tokens, count, verifier)
+
+    def _constrain(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
+        """``logits`` after the processors and the grammar."""
+        if self.processors:
+            logits = self._process(logits, context, proposal, first)
+        if self.grammar is not None:
+            self.check_requests(int(context.request.max()) if context.batch else 0)
+            logits = masks.constrained(self.grammar, logits, context, proposal, first)
+        return logits
 
     def _process(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
         for processor in tuple(self._unseen):
@@ -387,5 +395,5 @@ def _refuse(top: Tensor, whose: str) -> None:
     where = (~torch.isfinite(top)).nonzero()[0].tolist()
     raise ValueError(
         f"{whose}logits of row {where[0]}, entry {where[1]} contain {float(top[tuple(where)])} as their maximum: NaN or inf logits have "
-        "no distribution (a model in float16 may need bfloat16 or float32; a processor may have masked every token)"
+        "no distribution (a model in float16 may need bfloat16 or float32; a processor or the grammar may have masked every token)"
     )

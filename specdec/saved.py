@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from specdec import arm_policy, drafts, executors, pruning, sampling, selectors, verifiers
+from specdec import arm_policy, drafts, executors, grammars, pruning, sampling, selectors, verifiers
 from specdec.cost import arms, rounds
 from specdec.drafts import heads, siblings
 from specdec.drafts.coerce import as_model, place
@@ -36,7 +36,7 @@ from specdec.selectors import kinds, rewards
 
 FILE, VERSION = "decoder.json", 1
 MODULES = (
-    drafts, heads, siblings, verifiers, executors, selectors, kinds, rewards, pruning, sampling, arm_policy, arms, rounds
+    drafts, heads, siblings, verifiers, executors, selectors, kinds, rewards, pruning, sampling, grammars, arm_policy, arms, rounds
 )  # fmt: skip
 PARTS: dict[str, Any] = {
     f"{module.__name__.removeprefix('specdec.')}.{name}": kind

@@ -5,8 +5,8 @@ A block of accepted tokens is cut at the first token that ends the row: nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -84,6 +84,13 @@ class StopRules:
             finished[b] = True
             self.reasons[int(context.request[b])] = reason
         return torch.from_numpy(committed), finished
+
+    def end_at(self, request: int, ends: Iterable[int]) -> None:
+        """Let a request also end at the tokens ``ends``, those of its grammar."""
+        rules = self.own.get(request, self)
+        new = [token for token in ends if token not in rules.eos]
+        if new:
+            self.own[request] = replace(rules, eos=(*rules.eos, *new), own={})
 
     @property
     def _scans(self) -> bool:

@@ -110,7 +110,7 @@ def test_requests_that_are_numbered_anew_need_one_temperature(target, tmp_path, 
     own = sd.drafts.Model(target, sampling)
     pool = sd.decoder(target).pool({"own": own, "none": None}, selectors.Random(), 2)
     for mine in (sd.decoder(target).draft(own, 2), pool):
-        with pytest.raises(ValueError, match="the draft has a temperature for each request"):
+        with pytest.raises(ValueError, match="the draft has a grammar or a temperature for each request"):
             distributed.generate(mine.build(), [[1], [2]], 4)
 
 

@@ -27,6 +27,7 @@ from specdec.audit.certify import certify_coupled
 from specdec.audit.composed import (
     BASE,
     CHAIN,
+    GRAMMAR,
     MODEL,
     OTHER,
     PAIRS,
@@ -169,12 +170,14 @@ def samplings() -> Iterator[Composition]:
         "min-p 0.3": {"min_p": 0.3},
         "temperature 1.5, top-k 2, top-p 0.9": {"temperature": 1.5, "top_k": 2, "top_p": 0.9},
         "repetition and prefix penalties": {"processors": PENALTIES},
+        "grammar, temperature 0.7": {"grammar": GRAMMAR, "temperature": 0.7},
     }.items():
         yield Composition(f"chain k=2, {name}", BASE.draft(CHAIN, length=2).sampling(**settings), 4)  # type: ignore[arg-type]
     mild = Sampling(temperature=1.5, top_p=0.9, processors=PENALTIES)
     yield Composition(
         "tree (2, 1), penalties, temperature 1.5, top-p 0.9", BASE.draft(TREE, length=2).sampling(mild), 4
     )
+    yield Composition("tree (2, 1), grammar", BASE.draft(TREE, length=2).sampling(grammar=GRAMMAR), 4)
     yield Composition("tree (2, 1), temperature 0", BASE.draft(TREE, length=2).greedy(), 4)
 
 
@@ -333,6 +336,9 @@ def biases() -> Iterator[Composition]:
     yield row(
         "processors that forget the nodes on the way", forgetful, sampling=Sampling(processors=PENALTIES)
     )
+    right = Sampling(grammar=GRAMMAR)
+    siblings = BASE.draft(TREE, length=2).sampling(planted.AdvancedBySiblings(grammar=GRAMMAR))
+    yield row("a grammar's states advanced by rejected siblings", siblings, 4, sampling=right)
 
 
 def _pool(salt: int) -> Builder:

@@ -199,7 +199,12 @@ class _Run:
 
     @cached_property
     def scope(self) -> Scope:
-        return Scope.of(self.decoder, self.prompts, self.budgets, self.eos, self.criteria)
+        return Scope.of(self.decoder, self.prompts, self.budgets, self.ends, self.criteria)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Ids that end a row: those given, and those of a grammar."""
+        return tuple(dict.fromkeys((*self.eos, *self.decoder.sampling.end_ids(0))))
 
     @property
     def budgets(self) -> list[int]:
@@ -210,7 +215,7 @@ class _Run:
     def plain(self, sampling: Sampling | None = None, logits: Logits | None = None) -> list[Plain]:
         sampling = sampling or self.decoder.sampling
         return [
-            enumerate_plain(self.decoder.target, sampling, prompt, budget, self.eos, self.criteria, logits)
+            enumerate_plain(self.decoder.target, sampling, prompt, budget, self.ends, self.criteria, logits)
             for prompt, budget in zip(self.prompts, self.budgets)
         ]
 

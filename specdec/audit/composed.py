@@ -14,6 +14,7 @@ from specdec import drafts
 from specdec.audit.adversaries import Remembers
 from specdec.audit.certify import Certificate, certify
 from specdec.builder import Builder, decoder
+from specdec.grammars import Table
 from specdec.models import TableModel
 
 
@@ -67,6 +68,7 @@ PAIRS = (
 )
 BASE, CHAIN, TREE = decoder(MODEL), drafts.Model(OTHER), drafts.Tree(OTHER, (2, 1))
 RAGGED: dict[str, Any] = {"prompts": ((0, 1), (2,), (1, 1, 0)), "tokens": (3, 2, 4)}
+GRAMMAR = Table(((1, 0, -1), (-1, 1, 0)))
 PENALTIES = (RepetitionPenaltyLogitsProcessor(1.7), _prefix_penalty)
 REMEMBERING = decoder(TableModel([0.5, 0.3, 0.2])).draft(
     Remembers(distribution(0.2, 0.3, 0.5), (2,)), length=2

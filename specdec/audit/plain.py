@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +48,7 @@ def enumerate_plain(
     for step in range(1, max_new_tokens + 1):
         prefixes = [prompt + list(ids) for ids in alive]
         context = Context.of(prefixes, capacity=len(prompt) + step)
+        context = replace(context, prompt_length=torch.full_like(context.length, len(prompt)))
         if logits is None:
             cache = model.cache(len(prefixes), len(prompt) + step)
             raw = model.score(cache, context).logits

@@ -236,6 +236,20 @@ class ForgetsNodes(Sampling):
 
 
 @dataclass(frozen=True)
+class AdvancedBySiblings(Sampling):
+    """A grammar's state after a node is advanced by the node stored before it, whether or not that is its parent. What is committed is not checked."""
+
+    def _constrain(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
+        if proposal is not None:
+            N = proposal.nodes
+            proposal = replace(proposal, parents=torch.arange(-1, N - 1).expand(proposal.parents.shape))
+        return super()._constrain(logits, context, proposal, first)
+
+    def check_committed(self, context: Context, tokens: Tensor, count: Tensor, verifier: str) -> None:
+        pass
+
+
+@dataclass(frozen=True)
 class LateStops(Serial):
     """An end of sequence inside an accepted block is missed: only the last token of a block can end a row."""
 

@@ -16,11 +16,12 @@ from torch import Tensor
 from specdec.arguments import at_least
 from specdec.capabilities import DraftInfo, DraftPart, ModelInfo
 from specdec.drafts.coerce import as_model
+from specdec.drafts.draw import fitted
 from specdec.drafts.model import Model, readable
 from specdec.kernels.device import to_device, to_host
 from specdec.protocols import Draft, LanguageModel
 from specdec.rng import Attempt, Key, Rng
-from specdec.sampling import Sampling, fit, logits_of
+from specdec.sampling import Sampling, logits_of
 from specdec.types import Context, Proposal, Round, Scores, Verdict
 
 
@@ -99,8 +100,10 @@ class Cascade:
         return max((length, *guessed))
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Cascade:
-        mine = self.sampling or sampling
-        inner = self.part.bound(target, Sampling(temperature=0.0, processors=mine.processors))
+        mine = sampling.for_draft(self.sampling)
+        inner = self.part.bound(
+            target, Sampling(temperature=0.0, processors=mine.processors, grammar=mine.grammar)
+        )
         return replace(self, inner=inner, sampling=mine, vocab_size=target.vocab_size)
 
     def init(self, context: Context, target_cache: Any) -> CascadeState:
@@ -132,7 +135,7 @@ class Cascade:
             known = replace(guess, tokens=guess.tokens.clamp(0, self.model.vocab_size - 1))
             known = known if device is None else known.to(device)
             scores = self.model.score(cache, text, known if guess.nodes else None, rows=rows)
-            logits = fit(scores.logits, self.vocab_size)
+            logits = fitted(scores.logits, self.vocab_size, sampling)
             there = guess.to(logits.device)  # lookups propose on the host
             with logits_of("a draft's "):
                 if sampling.greedy:

@@ -26,6 +26,16 @@ def with_distributions(
     return replace(nodes, probs=torch.cat(list(distributions), 1), provenance="sampled", source=source)
 
 
+LOWEST = -1e4
+"""The logit of tokens that a draft lacks, under a grammar: a probability of 0, unless the grammar allows no others."""
+
+
+def fitted(logits: Tensor, vocab_size: int | None, sampling: Sampling) -> Tensor:
+    """A draft's logits over the target's vocabulary. Under a grammar, which may forbid all that the draft has, none is -inf."""
+    logits = fit(logits, vocab_size)
+    return logits if sampling.grammar is None else logits.clamp(min=LOWEST)
+
+
 class ChainDraw:
     """Draws chains of ``budget [B]`` tokens; at temperature 0 each token is the most probable one.
 
@@ -60,8 +70,8 @@ class ChainDraw:
     def draw(self, logits: Tensor, rng: Rng) -> Tensor:
         """The next token of every row, ``[B]``, from ``logits [B, V]``; tokens of rows beyond their budget are ignored."""
         n, sampling = self.count, self.sampling
-        logits = fit(logits, self.vocab_size)[:, None]
-        before = self.sofar if sampling.processors else None  # only processors read the text
+        logits = fitted(logits, self.vocab_size, sampling)[:, None]
+        before = self.sofar if sampling.reads_text else None
         with logits_of("a draft's "):
             if sampling.greedy:
                 token = sampling.argmax(logits, self.context, before, first=n - 1)[:, 0]

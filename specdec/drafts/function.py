@@ -38,7 +38,7 @@ class FunctionDraft(Stateless):
         )
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> FunctionDraft:
-        return replace(self, sampling=self.sampling or sampling, vocab_size=target.vocab_size)
+        return replace(self, sampling=sampling.for_draft(self.sampling), vocab_size=target.vocab_size)
 
     def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
         draw = ChainDraw(context, budget, self.sampling or Sampling())

@@ -53,7 +53,7 @@ class Model:
         return DraftInfo("model", revocable=True, model=self.model, sampling=self.sampling)
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Model:
-        mine, size = self.sampling or sampling, target.vocab_size
+        mine, size = sampling.for_draft(self.sampling), target.vocab_size
         return replace(self, sampling=mine, vocab_size=size, captured=captured(self.model, mine, size))
 
     def init(self, context: Context, target_cache: Any) -> ModelState:

@@ -78,7 +78,7 @@ class Stacked:
         object.__setattr__(self, "draft", Model(self.model, self.sampling, self.vocab_size))
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Stacked:
-        made = replace(self, sampling=self.sampling or sampling, vocab_size=target.vocab_size)
+        made = replace(self, sampling=sampling.for_draft(self.sampling), vocab_size=target.vocab_size)
         object.__setattr__(made, "draft", made.draft.bind(target, sampling))
         return made
 

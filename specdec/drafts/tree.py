@@ -16,13 +16,13 @@ from torch import Tensor
 from specdec.arguments import whole
 from specdec.capabilities import DraftInfo
 from specdec.drafts.coerce import as_model
-from specdec.drafts.draw import with_distributions
+from specdec.drafts.draw import fitted, with_distributions
 from specdec.drafts.model import Model, ModelState, readable
 from specdec.drafts.siblings import Drawing, Independent
 from specdec.kernels.topk import topk
 from specdec.protocols import LanguageModel
 from specdec.rng import Key, Rng
-from specdec.sampling import Sampling, fit, logits_of
+from specdec.sampling import Sampling, logits_of
 from specdec.types import Context, Proposal, Round
 
 
@@ -75,7 +75,7 @@ class Tree:
             raise ValueError(
                 f"widths is {self.widths}: a node has at most as many children as the vocabulary has ids ({target.vocab_size})"
             )
-        return replace(self, sampling=self.sampling or sampling, vocab_size=target.vocab_size)
+        return replace(self, sampling=sampling.for_draft(self.sampling), vocab_size=target.vocab_size)
 
     def nodes(self, length: int) -> int:
         """Nodes of a tree whose longest path is ``length``."""
@@ -114,7 +114,7 @@ class Tree:
             rows = (budget > d).nonzero()[:, 0]
             start = int(level[0]) if d else None
             logits = self.model.score(state.cache, text, sofar, start=start, rows=rows).logits
-            logits = fit(logits, self.vocab_size)
+            logits = fitted(logits, self.vocab_size, sampling)
             width, first = self.widths[d], int(level[0])
             if some:
                 top = topk(largest.scores(logits, context, sofar, first=first), width).indices

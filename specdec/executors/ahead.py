@@ -34,7 +34,7 @@ class Ahead:
     It runs the parts that the captured step computes, and refuses all others: an ``HFModel`` with ``graphs``; a ``drafts.Model`` of such a model
     (also ``Windowed`` or ``Masked``, in constant memory, with masks of the library), a ``drafts.Spire`` with ``graphs``, a ``drafts.MagicDec``
     without a pruner, a ``drafts.Head`` with ``graphs`` that draws chains from a head of the library, or no draft;
-    ``Rejection``, ``FusedRejection`` (from logits, on a GPU by its kernels) or ``Coupled()``; and ``Sampling`` without processors. Subclasses are
+    ``Rejection``, ``FusedRejection`` (from logits, on a GPU by its kernels) or ``Coupled()``; and ``Sampling`` without processors or a grammar. Subclasses are
     refused, too, since the step would bypass what they override. ``Round.scores`` has no logits, and ``Round.probs`` is ``None``: the next round has
     overwritten them. With random numbers other than ``Philox``, as in the certifier, it runs ``Serial``.
 
@@ -82,5 +82,7 @@ def _why_not(composition: Composition) -> str | None:
         return f"decides as Rejection(), FusedRejection() or Coupled() do, and the verifier is {verifier!r}"
     drawing = None if kind is None else cast(Any, draft).sampling
     if composition.sampling.reads_context or (drawing is not None and drawing.reads_context):
-        return "runs Sampling itself, without processors and with one temperature for all requests"
+        return (
+            "runs Sampling itself, without processors or a grammar, and with one temperature for all requests"
+        )
     return None

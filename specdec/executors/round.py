@@ -177,6 +177,7 @@ class MicroBatch:
         _check_verdict(verdict, able.name, target.vocab_size)
         self.cache.commit(context, verdict)
         committed, finished = limits.apply(context, verdict)
+        sampling.check_committed(context, verdict.tokens, committed, able.name)
         clock.append(perf_counter())
         t, v = (b - a for a, b in pairwise(clock))
         short = (limits.room(context) - 1 < self.lengths()) if self.number else torch.zeros_like(finished)

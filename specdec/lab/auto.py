@@ -146,6 +146,10 @@ def auto(
             raise ValueError(
                 f"there are {len(one_of_each)} temperatures and {repeats * sum(sizes)} rows are measured of each draft: raise repeats"
             )
+    if "grammar" in plain.sampling.own:
+        raise ValueError(
+            "base has a grammar for each request, and rows are measured in turn: give one for all"
+        )
     pool = base.pool({"none": None, **arms}, Fixed(0), costs="wall").build()
     assert pool.selecting is not None
     runs = {"plain": Measured(plain, kind)}
@@ -185,7 +189,9 @@ def _arms(base: Builder, drafts: Mapping[str, Any], lengths: Any) -> dict[str, A
         if info.trees or info.drafts:
             raise ValueError(f"draft {name!r} proposes trees or is a pool: give drafts of chains")
         if DraftPart.of(draft).by_request:
-            raise ValueError(f"draft {name!r} has a temperature for each request: give it one, or none")
+            raise ValueError(
+                f"draft {name!r} has a grammar or a temperature for each request: give it one, or none"
+            )
         wanted = lengths.get(name) if isinstance(lengths, Mapping) else lengths
         if wanted is None:
             raise ValueError(f"lengths has none for draft {name!r}: give a number, or several")

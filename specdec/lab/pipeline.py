@@ -147,6 +147,8 @@ def for_some(decoder: Decoder, batch: int, size: int) -> Decoder:
     Raises:
         ValueError: there are fewer temperatures than prompts.
     """
+    if "grammar" in decoder.sampling.own:
+        raise ValueError("the decoder has a grammar for each request: give one for all")
     temperature = decoder.sampling.temperature
     if not isinstance(temperature, tuple):
         return decoder

@@ -141,8 +141,8 @@ def decode(
     """
     if len(prompts) > batch and (decoder.sampling.by_request or decoder.drafting.by_request):
         raise ValueError(
-            f"the decoder, or its draft, has a temperature for each request, and requests are numbered from 0 in every batch: give one "
-            f"temperature, or batch={len(prompts)}"
+            f"the decoder, or its draft, has a grammar or a temperature for each request, and requests are numbered from 0 in every batch: give one "
+            f"for all, or batch={len(prompts)}"
         )
     tokens, seconds, ids, each = 0, 0.0, [], list[Each]()
     full_tokens = full_rounds = 0

@@ -100,8 +100,8 @@ def simulate(
     )
     if built.drafting.by_request:
         raise ValueError(
-            f"draft {built.drafting.info.name!r} has a temperature for each request, and requests are numbered from 0 in every batch: give it one "
-            "temperature"
+            f"draft {built.drafting.info.name!r} has a grammar or a temperature for each request, and requests are numbered from 0 in every batch: give it one "
+            "for all"
         )
     C = len(trace)
     tokens, rounds = torch.zeros(2, C, dtype=torch.float64)

@@ -305,7 +305,9 @@ def identity(model: Any) -> str:
 def plain_sampling(sampling: Sampling) -> dict[str, Any]:
     """Settings and names of processors, as JSON can express them."""
     settings = {name: value for name, value in vars(sampling).items() if name in SETTINGS}
-    return {"settings": settings, "processors": [described_function(p) for p in sampling.processors]}
+    named = [described_function(p) for p in sampling.processors]
+    grammar = [] if sampling.grammar is None else [repr(sampling.grammar)]
+    return {"settings": settings, "processors": named + grammar}
 
 
 def described_function(part: Any) -> str:

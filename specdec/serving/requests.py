@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from specdec.arguments import function, listed, number, whole
+from specdec.grammars.contract import Grammar
+from specdec.grammars.tracker import tracked
 from specdec.sampling import check_temperature
 from specdec.stats import Stats
 from specdec.texts import StreamChunk
@@ -25,11 +27,11 @@ class Request:
         key: any object that the caller wants back with the result.
         cancelled: asked after every round, ``threading.Event().is_set`` for example; when it says yes, the request ends with what it has.
         eos_token_id, stop_strings: what ends this request, as for ``generate``; ``None``: what the stream says, ``()``: none.
-        temperature: its own, if the stream takes such (``serve(own_temperatures=True)``); ``None``: the decoder's.
+        temperature, grammar: its own, if the stream takes such (``serve(own_temperatures=True, own_grammars=True)``); ``None``: the decoder's.
         on_chunk: called with a ``StreamChunk`` after every round that commits tokens of this request: ``row`` is its number in the stream, and
             ``finish`` is set in its last chunk. The texts joined are ``Finished.text``. A request that never started has no chunks.
     Raises:
-        TypeError: the arrival, the seed or the temperature is no number, or ``cancelled`` or ``on_chunk`` no function. ValueError: the arrival is negative or infinite, or
+        TypeError: the arrival, the seed or the temperature is no number, ``grammar`` none, or ``cancelled`` or ``on_chunk`` no function. ValueError: the arrival is negative or infinite, or
             the temperature out of range.
     """
 
@@ -43,6 +45,7 @@ class Request:
     stop_strings: str | Sequence[str] | None = None
     on_chunk: Callable[[StreamChunk], None] | None = None
     temperature: float | None = None
+    grammar: Grammar[Any] | None = None
 
     def __post_init__(self) -> None:
         function("cancelled", self.cancelled)
@@ -51,6 +54,8 @@ class Request:
             whole("seed", listed(self.seed), ", or None")
         if self.temperature is not None:
             check_temperature(self.temperature)
+        if self.grammar is not None:
+            object.__setattr__(self, "grammar", tracked(self.grammar))
         if self.arrival is None:
             return
         number("arrival", self.arrival, ", or None")
@@ -58,6 +63,12 @@ class Request:
             raise ValueError(
                 f"arrival is {self.arrival}: give a time since the start of the stream, 0 or later"
             )
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """Its own settings of the sampling, by name."""
+        settings = {"temperature": self.temperature, "grammar": self.grammar}
+        return {name: value for name, value in settings.items() if value is not None}
 
 
 @dataclass(frozen=True, eq=False)

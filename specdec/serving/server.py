@@ -27,10 +27,11 @@ from specdec.executors.pipelined import Pipelined
 from specdec.executors.round import MicroBatch
 from specdec.executors.scheduler import Scheduler
 from specdec.executors.worker import DraftRequest, InlineWorker
+from specdec.per_request import PerRequest
 from specdec.prompts import by_request, prepared, rows_of
 from specdec.protocols import PooledCache
 from specdec.rng import Philox, seeds
-from specdec.sampling import Temperatures
+from specdec.sampling import Sampling
 from specdec.serving.arrivals import Arrivals
 from specdec.serving.requests import Finished, Request
 from specdec.serving.settings import Settings, micro_batches_of, rules_of
@@ -58,6 +59,8 @@ class Server:
         self.composition, self.executor, self.settings = composition, executor, settings
         self.selection = composition.begin(settings.limit)
         self._by_request = by_request(composition)
+        own = composition.sampling.own
+        self._tables = {name: table for name, table in own.items() if isinstance(table, PerRequest)}
         self.arrivals = Arrivals(requests, settings.admission, lambda: self.time)
         self.places = [Place(number) for number in range(micro_batches_of(executor, settings))]
         self.rows = -(-settings.limit // len(self.places))  # of a micro-batch at most
@@ -246,11 +249,14 @@ class Server:
             )
             context = replace(context, request=torch.tensor([index]))
             for sampling in self._by_request:
-                sampling.greedy_rows(context)  # raises for a request without a temperature
+                sampling.check_requests(index)
             seed = self._seed(index, request)
-            own = self.composition.sampling.temperature
-            if request.temperature is not None and not isinstance(own, Temperatures):
-                raise ValueError("it has a temperature: give serve(..., own_temperatures=True)")
+            for name in request.own.keys() - self._tables.keys():
+                raise ValueError(f"it has a {name}: give serve(..., own_{name}s=True)")
+            if request.grammar is not None:
+                Sampling(grammar=request.grammar).probe(
+                    self.composition.target.vocab_size, tokenizer=self.tokenizer
+                )
         except (TypeError, ValueError) as error:
             what = (
                 str(error)
@@ -273,8 +279,10 @@ class Server:
             self.limits = replace(self.limits, max_length=known)
         if eos is not None or strings is not None:
             self.limits.own[index] = limits
-        if request.temperature is not None and isinstance(own, Temperatures):
-            own.own[index] = request.temperature
+        for name, value in request.own.items():
+            self._tables[name].own[index] = value
+        if "grammar" in self.composition.sampling.own:
+            self.limits.end_at(index, self.composition.sampling.end_ids(index))
         return context, seed
 
     def _seed(self, index: int, request: Request) -> Tensor:
@@ -338,8 +346,8 @@ class Server:
         """Forget a request that was admitted, and what was kept for it."""
         self.limits.cancelled.pop(index, None)
         self.limits.own.pop(index, None)
-        if isinstance(own := self.composition.sampling.temperature, Temperatures):
-            own.own.pop(index, None)
+        for table in self._tables.values():
+            table.own.pop(index, None)
         return self.open.pop(index)
 
     def _finished(self, round: Round) -> Iterator[Finished]:

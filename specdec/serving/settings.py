@@ -36,6 +36,7 @@ class Settings:
     errors: Literal["raise", "yield"] = "raise"
     admission: Admission = InOrder()
     own_temperatures: bool = False
+    own_grammars: bool = False
 
 
 def check(composition: Composition, executor: Executor, settings: Settings) -> None:
@@ -44,7 +45,7 @@ def check(composition: Composition, executor: Executor, settings: Settings) -> N
     Raises:
         TypeError: an argument is of another kind.
         ValueError: a limit or a capacity below 1, an unknown clock, a seed out of range, a stop that never comes, an executor that is not ``Serial``, ``Pipelined`` or ``Ahead``,
-            temperatures of requests' own with drafts in another process, more micro-batches than rows, or a part whose state cannot take in new rows.
+            settings of requests' own with drafts in another process, more micro-batches than rows, or a part whose state cannot take in new rows.
     """
     at_least(1, "limit", settings.limit, "give the number of rows in flight, at least 1")
     if settings.capacity is not None:
@@ -75,10 +76,11 @@ def check(composition: Composition, executor: Executor, settings: Settings) -> N
             f"micro_batches is {micro_batches_of(executor, settings)} and limit is {settings.limit}: each micro-batch needs a row; use at most "
             f"{settings.limit}, or raise limit"
         )
-    if settings.own_temperatures and isinstance(executor, Pipelined) and executor.workers == "processes":
-        raise ValueError(
-            "own_temperatures is set and the drafts run in another process, which does not see temperatures that come later: give workers='threads'"
-        )
+    for what, own in (("temperatures", settings.own_temperatures), ("grammars", settings.own_grammars)):
+        if own and isinstance(executor, Pipelined) and executor.workers == "processes":
+            raise ValueError(
+                f"own_{what} is set and the drafts run in another process, which does not see {what} that come later: give workers='threads'"
+            )
     for part in composition.drafting.parts:
         if part.joins is None:
             raise ValueError(

@@ -138,7 +138,7 @@ class Head:
         else:
             output = [] if model.lm_head is not None else [model.of_target.output]
             model.kernels = Kernels([*model.modules(), *output], self.bf16_weights)
-        return replace(self, model=model, sampling=self.sampling or sampling, programs=programs)
+        return replace(self, model=model, sampling=sampling.for_draft(self.sampling), programs=programs)
 
     def init(self, context: Context, target_cache: Any) -> HeadState:
         """An empty state; the prefill's activations come with the first ``observe``."""

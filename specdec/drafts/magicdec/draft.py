@@ -127,7 +127,7 @@ class MagicDec:
             )
         extra = 0 if self.pruner is None else max(self._budgets(layers))
         view = View(target, mask, self.block, self.positions == "in_cache", extra)
-        mine = self.sampling or sampling
+        mine = sampling.for_draft(self.sampling)
         return replace(self, sampling=mine, view=view, draft=Model(view, mine).bind(target, mine))
 
     def init(self, context: Context, target_cache: Any) -> MagicDecState:

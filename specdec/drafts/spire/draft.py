@@ -102,7 +102,7 @@ class Spire:
         model = self.model
         if self.bf16_weights is not False and capture is None and model.narrow is None:
             model = model.narrowed(automatic=self.bf16_weights is None)
-        return replace(self, model=model, sampling=self.sampling or sampling, programs=programs)
+        return replace(self, model=model, sampling=sampling.for_draft(self.sampling), programs=programs)
 
     def init(self, context: Context, target_cache: Any) -> SpireState:
         """An empty cache; the prefill's activations come with the first ``observe``.

@@ -1,0 +1,120 @@
+"""Grammars at every node of a tree: what may not follow a node's text gets a logit of -inf."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.grammars.tracker import Tracker, tracked, unpacked
+from specdec.kernels.device import to_device
+from specdec.per_request import PerRequest
+from specdec.types import Context, Proposal
+
+
+def given(grammar: Any) -> Any:
+    """The trackers of what a user gives for ``grammar``: one for all requests, a tuple with one for each, or ``PerRequest``.
+
+    Raises:
+        TypeError: it is no grammar. ValueError: it is an empty sequence.
+    """
+    if grammar is None or isinstance(grammar, (Tracker, PerRequest)):
+        return grammar
+    if isinstance(grammar, (tuple, list)):
+        if not grammar:
+            raise ValueError("grammar is empty: give a grammar, or one for each request (None for none)")
+        return tuple(None if one is None else tracked(one) for one in grammar)
+    return tracked(grammar)
+
+
+def of_request(grammar: Any, request: int) -> Tracker | None:
+    """The tracker of a request, if it has a grammar."""
+    found: Tracker | None = grammar if grammar is None or isinstance(grammar, Tracker) else grammar[request]
+    return found
+
+
+def every(grammar: Any) -> Iterator[Tracker]:
+    """All trackers that are known beforehand, each once."""
+    several = (
+        grammar
+        if isinstance(grammar, tuple)
+        else [grammar.default if isinstance(grammar, PerRequest) else grammar]
+    )
+    yield from {id(one): one for one in several if one is not None}.values()
+
+
+def constrained(
+    grammar: Any, logits: Tensor, context: Context, proposal: Proposal | None, first: int = -1
+) -> Tensor:
+    """``logits [B, R, V]`` without the tokens that the rows' grammars forbid; row r belongs to node ``first + r`` (-1: no node).
+
+    What follows a token that is not allowed, an end token, or a text that the grammar cannot continue keeps its logits: no lossless verifier
+    accepts the first, a row ends at the second, and ``check_committed`` refuses the third.
+    """
+    B, R, V = logits.shape
+    tokens = parents = size = None
+    if proposal is not None:
+        tokens, parents, size = proposal.tokens.tolist(), proposal.parents.tolist(), proposal.size.tolist()
+    at: list[int] = []
+    found: list[np.ndarray] = []
+    for b, tracker in _of_rows(grammar, context):
+        tree: tuple[Sequence[int], Sequence[int]] = ((), ())
+        if tokens is not None and parents is not None and size is not None:
+            tree = tokens[b][: size[b]], parents[b]
+        tracker.reserve(B)
+        for r, forbidden in tracker.masks(int(context.request[b]), _text(context, b), tree, first, R):
+            at.append(b * R + r)
+            found.append(forbidden)
+    if not found:
+        return logits
+    width = max(map(len, found))
+    packed = np.full((len(found), width), 255, dtype=np.uint8)
+    for row, forbidden in zip(packed, found):
+        row[: len(forbidden)] = forbidden
+    masks = torch.from_numpy(unpacked(packed, V))
+    if len(at) == B * R:
+        return logits.masked_fill(to_device(masks.view(B, R, V), logits.device), -torch.inf)
+    all_rows = torch.zeros(B * R, V, dtype=torch.bool)
+    all_rows[at] = masks
+    return logits.masked_fill(to_device(all_rows.view(B, R, V), logits.device), -torch.inf)
+
+
+def check_committed(grammar: Any, context: Context, tokens: Tensor, count: Tensor, verifier: str) -> None:
+    """Refuse ``tokens[b, :count[b]]``, which are about to be committed after row b, unless the rows' grammars allow them.
+
+    Raises:
+        ValueError: a token is not allowed; the message has the row, the request and the position.
+    """
+    for b, tracker in _of_rows(grammar, context):
+        text, block = _text(context, b), tokens[b, : int(count[b])].tolist()
+        stray = tracker.stray(int(context.request[b]), text, block)
+        if stray is None:
+            continue
+        n, any_allowed = stray
+        where = f"row {b} (request {int(context.request[b])}), position {int(context.length[b]) + n} of the text, {len(text) + n} after the prompt"
+        if any_allowed:
+            raise ValueError(
+                f"{where}: token {block[n]} is not allowed by grammar {tracker!r}, and verifier {verifier!r} accepted it: use one that is lossless"
+            )
+        ends = (
+            ""
+            if tracker.grammar.end_ids
+            else " (it has no end_ids, so that a complete text cannot end: declare them)"
+        )
+        raise ValueError(f"{where}: grammar {tracker!r} allows no token{ends}")
+
+
+def _of_rows(grammar: Any, context: Context) -> Iterator[tuple[int, Tracker]]:
+    for b, request in enumerate(context.request.tolist()):
+        tracker = of_request(grammar, request)
+        if tracker is not None:
+            yield b, tracker
+
+
+def _text(context: Context, b: int) -> np.ndarray:
+    """The generated ids of a row."""
+    found: np.ndarray = context.tokens[b].numpy()[int(context.prompt_length[b]) : int(context.length[b])]
+    return found
