@@ -80,7 +80,10 @@ def write(
 
     The file is replaced atomically: a process that is killed meanwhile leaves the old one.
     """
-    lines = [json.dumps({k: plain(v) for k, v in row.items()}, allow_nan=False) for row in rows]
+    close = (",", ":")  # reports are a large part of the repository
+    lines = [
+        json.dumps({k: plain(v) for k, v in row.items()}, allow_nan=False, separators=close) for row in rows
+    ]
     head = json.dumps(meta(seed, packages) if about is None else about, indent=1, allow_nan=False)
     text = ",\n".join(lines)
     new = Path(f"{path}.part")
