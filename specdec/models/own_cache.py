@@ -19,10 +19,11 @@ from specdec.arguments import at_least, whole
 from specdec.cache.states import State, StateCache
 from specdec.configs import cache_name, eos_ids, processors, runs_on, sampling, setting
 from specdec.forward.families import ONE_BY_ONE, OWN_CACHE, own_cache, positions_of, refuse
+from specdec.forward.taps import listening, tapped
 from specdec.models.check import check_own, narrowed
 from specdec.models.clone import structural_clone
 from specdec.models.load import load, load_tokenizer
-from specdec.types import Context, Proposal, Scores
+from specdec.types import Context, Fed, Proposal, Scores
 
 __all__ = ["OWN_CACHE", "OwnCache"]
 
@@ -153,12 +154,15 @@ class OwnCache:
     ) -> Scores:
         """Logits after the last committed token and after every node, as in ``protocols.LanguageModel``.
 
+        ``taps``: layers whose output is wanted, as for ``HFModel``. What is read again is in ``Scores.fed`` again, and the last committed token is
+        always read, even if its logits are known.
+
         Raises:
-            ValueError: rows do not match, the cache has no room, the proposal is no chain, or taps are asked for.
+            ValueError: rows do not match, the cache has no room, the proposal is no chain, or a tapped layer does not exist or has no vector for
+                each token.
         """
-        if taps:
-            raise ValueError("taps: an OwnCache gives no activations; use a family that HFModel takes")
         asked = self._rows(cache, context, rows)
+        caught, fed = listening(self.clone, taps) if taps else {}, list[tuple[int, range, int]]()
         nodes = [] if proposal is None else proposal.tokens.tolist()
         sizes = [0] * context.batch if proposal is None else proposal.size.tolist()
         first = 0 if start is None else start + 1
@@ -184,17 +188,39 @@ class OwnCache:
                     cache.rows[b],
                     (State(),),
                 )  # a forward that fails leaves no half-read state
-                cache.rows[b], made = self._score(states, text, chain, first)
+                # Logits after all of the text may be known, and activations are not.
+                begin = self._longest(states, (*text, *chain), len(text) + first - bool(taps))
+                with tapped(self.clone, caught, self._of_one_row):
+                    cache.rows[b], made = self._score(states, begin, text, chain, first)
                 logits[b, : len(made)] = made
-        return Scores(logits)
+                fed.append((b, range(len(begin.tokens), len(text) + len(chain)), len(text)))
+        return Scores(logits, self._fed(caught, fed) if taps else None)
+
+    def _of_one_row(self, hidden: Tensor) -> Tensor:
+        """``[T, E]`` of a block's ``hidden [1, T, E]``."""
+        if hidden.dim() != 3:
+            raise ValueError(
+                f"taps: a block of this {self.clone.config.model_type} gives {list(hidden.shape)} for a row, no vector for each token: use a draft "
+                "that reads no activations"
+            )
+        return hidden[0]
+
+    def _fed(self, caught: dict[int, list[Tensor]], fed: Sequence[tuple[int, range, int]]) -> Fed:
+        """What was caught at positions of rows, ``fed``: row, positions and length of the text."""
+        row = [b for b, positions, _ in fed for _ in positions]
+        position = [p for _, positions, _ in fed for p in positions]
+        node = [max(p - n, -1) for _, positions, n in fed for p in positions]
+        empty = torch.zeros(0, self.clone.config.get_text_config().hidden_size, dtype=self.dtype, device=self.device)
+        layers = {tap: torch.cat(parts) if parts else empty for tap, parts in caught.items()}
+        return Fed(layers, *(torch.tensor(x, dtype=torch.long) for x in (row, position, node)))
 
     @torch.inference_mode()
     def _score(
-        self, states: tuple[State, ...], text: list[int], chain: list[int], first: int
+        self, states: tuple[State, ...], state: State, text: list[int], chain: list[int], first: int
     ) -> tuple[tuple[State, ...], Tensor]:
-        """A row's states afterwards, and the logits after ``text`` and the first ``first`` nodes, and after every further node."""
+        """A row's states after a call that goes on from ``state``, and the logits after ``text`` and the first ``first`` nodes, and after every
+        further node."""
         tokens, n = (*text, *chain), len(text)
-        state = self._longest(states, tokens, n + first)
         if n - len(state.tokens) > (self.refeed if chain and not self.one_by_one else 0):
             state = self._read(state, text, 1)[0]
         if len(state.tokens) > n:  # a state with some of the nodes goes on; the one behind it stays
