@@ -183,10 +183,20 @@ def test_bad_targets_texts_and_folders(recipe, place, tmp_path):
 
 
 def test_a_target_that_heads_do_not_read_is_refused(recipe, place, tmp_path):
-    stateful("mamba2").save_pretrained(tmp_path / "recurrent")
-    byte_tokenizer().save_pretrained(tmp_path / "recurrent")
-    with pytest.raises(SystemExit, match="mamba2"):
-        recipe.main(settings(recipe, place, tmp_path / "out", target=str(tmp_path / "recurrent")))
+    stateful("gemma3n_text").save_pretrained(tmp_path / "other")
+    byte_tokenizer().save_pretrained(tmp_path / "other")
+    with pytest.raises(SystemExit, match=r"Gemma3n.* does more to its logits"):
+        recipe.main(settings(recipe, place, tmp_path / "out", target=str(tmp_path / "other")))
+
+
+@pytest.mark.slow
+def test_a_hybrid_target_trains_a_head(recipe, place, tmp_path):
+    stateful("lfm2").save_pretrained(tmp_path / "hybrid")
+    byte_tokenizer().save_pretrained(tmp_path / "hybrid")
+    recipe.main(settings(recipe, place, tmp_path / "out", target=str(tmp_path / "hybrid"), head="mtp"))
+    greedy = sd.decoder(str(tmp_path / "hybrid"), dtype="float32").greedy()
+    made = greedy.draft(sd.drafts.Head(str(tmp_path / "out")), 3).generate("one two", 12)
+    assert made.ids == greedy.generate("one two", 12).ids
 
 
 def test_the_disk_is_asked_before_it_is_filled(recipe, place, tmp_path, monkeypatch):

@@ -47,7 +47,10 @@ class Ends:
             raise ValueError(
                 f"target: no final norm found in a {type(model).__name__}: draft heads need one, use a llama-like model"
             )
-        factor, divisor = setting(config, "logit_scale", "lm_head_multiplier"), setting(config, "logits_scaling")
+        factor, divisor = (
+            setting(config, "logit_scale", "lm_head_multiplier"),
+            setting(config, "logits_scaling"),
+        )
         scale = (1.0 if factor is None else float(factor)) / (1.0 if divisor is None else float(divisor))
         cap = setting(config, "final_logit_softcapping")
         return Ends(

@@ -246,8 +246,9 @@ def _begin(folder: Path, how: _How, tokenizer: Any) -> None:
         raise ValueError(
             f"taps is {how.taps}, and the target is a {type(how.target).__name__}: an HFModel or an OwnCache has layers to tap"
         )
-    layered = isinstance(how.target, HFModel) or (how.taps and isinstance(how.target, OwnCache))
-    hidden = how.target.model.config.get_text_config().hidden_size if layered else 0
+    hidden = 0
+    if isinstance(how.target, HFModel) or (how.taps and isinstance(how.target, OwnCache)):
+        hidden = how.target.model.config.get_text_config().hidden_size
     settings = {
         "format": FORMAT, "target": identity(how.target), "tokenizer": vocabulary(tokenizer), **plain_sampling(how.sampling),
         "new_tokens": how.new_tokens, "k": how.k, "taps": list(how.taps), "kept": how.kept, "ends": list(how.ends), "seed": how.seed,

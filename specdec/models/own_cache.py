@@ -170,30 +170,28 @@ class OwnCache:
         logits = torch.zeros(
             context.batch, max(width, 0), self.vocab_size, dtype=self.dtype, device=self.device
         )
-        for b in asked:
-            text, chain = context.row(b), nodes[b][: sizes[b]] if nodes else []
-            if proposal is not None and proposal.parents[b, : len(chain)].tolist() != list(
-                range(-1, len(chain) - 1)
-            ):
-                raise ValueError(
-                    f"row {b} proposes a tree, and {self.clone.config.model_type} takes chains only: its state has read one path"
-                )
-            if len(text) + len(chain) > cache.capacity:
-                raise ValueError(
-                    f"row {b} needs {len(text) + len(chain)} slots (nodes included) and the cache has {cache.capacity}: make it with a "
-                    "larger capacity"
-                )
-            if first <= len(chain):
-                states, cache.rows[b] = (
-                    cache.rows[b],
-                    (State(),),
-                )  # a forward that fails leaves no half-read state
-                # Logits after all of the text may be known, and activations are not.
-                begin = self._longest(states, (*text, *chain), len(text) + first - bool(taps))
-                with tapped(self.clone, caught, self._of_one_row):
+        with tapped(self.clone, caught, self._of_one_row):
+            for b in asked:
+                text, chain = context.row(b), nodes[b][: sizes[b]] if nodes else []
+                if proposal is not None and proposal.parents[b, : len(chain)].tolist() != list(
+                    range(-1, len(chain) - 1)
+                ):
+                    raise ValueError(
+                        f"row {b} proposes a tree, and {self.clone.config.model_type} takes chains only: its state has read one path"
+                    )
+                if len(text) + len(chain) > cache.capacity:
+                    raise ValueError(
+                        f"row {b} needs {len(text) + len(chain)} slots (nodes included) and the cache has {cache.capacity}: make it with a "
+                        "larger capacity"
+                    )
+                if first <= len(chain):
+                    # A forward that fails leaves no half-read state.
+                    states, cache.rows[b] = cache.rows[b], (State(),)
+                    # The logits after the last token to be read may be known; its activations are not.
+                    begin = self._longest(states, (*text, *chain), len(text) + first - bool(taps))
                     cache.rows[b], made = self._score(states, begin, text, chain, first)
-                logits[b, : len(made)] = made
-                fed.append((b, range(len(begin.tokens), len(text) + len(chain)), len(text)))
+                    logits[b, : len(made)] = made
+                    fed.append((b, range(len(begin.tokens), len(text) + len(chain)), len(text)))
         return Scores(logits, self._fed(caught, fed) if taps else None)
 
     def _of_one_row(self, hidden: Tensor) -> Tensor:
@@ -210,7 +208,9 @@ class OwnCache:
         row = [b for b, positions, _ in fed for _ in positions]
         position = [p for _, positions, _ in fed for p in positions]
         node = [max(p - n, -1) for _, positions, n in fed for p in positions]
-        empty = torch.zeros(0, self.clone.config.get_text_config().hidden_size, dtype=self.dtype, device=self.device)
+        empty = torch.zeros(
+            0, self.clone.config.get_text_config().hidden_size, dtype=self.dtype, device=self.device
+        )
         layers = {tap: torch.cat(parts) if parts else empty for tap, parts in caught.items()}
         return Fed(layers, *(torch.tensor(x, dtype=torch.long) for x in (row, position, node)))
 
