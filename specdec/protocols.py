@@ -67,10 +67,9 @@ class LanguageModel(Protocol):
             start: if given, an earlier call for the same context has fed the nodes before ``start``, and the cache holds them. Only nodes
                 from ``start`` on are fed and scored, and ``logits[:, 0]`` belongs to node ``start``.
             rows: ``[R]`` the rows to work on (default all); the others are not fed and their logits are zero.
-            taps: layers whose activations are wanted at every fed position (``Scores.fed``): rows one after another, each with the last of its
-                committed tokens in order, then its nodes (those from ``start`` on) as they are stored. The last committed token and those that the
-                cache lacked are always there, each once. A model that cannot roll back may feed earlier ones again, and returns them again
-                (accepted nodes are committed tokens then), so a reader takes the positions that it lacks. What ``prefill`` fed is not returned.
+            taps: layers whose activations are wanted at every fed position (``Scores.fed``): row after row, an end of its committed tokens in
+                order, each once, then its nodes as stored. The last committed token and what the cache lacked are always there; a model that
+                cannot roll back may feed earlier tokens again, so a reader takes the positions that it lacks.
         Returns:
             logits ``[B, N + 1, V]``, or ``[B, N - start, V]`` when ``start`` is given.
         """

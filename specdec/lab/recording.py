@@ -37,7 +37,6 @@ from specdec.lab.traces import (
     vocabulary,
 )
 from specdec.models.hf import HFModel
-from specdec.models.own_cache import OwnCache
 from specdec.prompts import Prompts, rows_of
 from specdec.protocols import LanguageModel
 from specdec.sampling import Sampling
@@ -242,13 +241,11 @@ def _entries(model: LanguageModel, prompts: Any) -> list[Entry]:
 
 def _begin(folder: Path, how: _How, tokenizer: Any) -> None:
     """Write the trace's settings, or check that they are those of the folder."""
-    if how.taps and not isinstance(how.target, (HFModel, OwnCache)):
+    if how.taps and not isinstance(how.target, HFModel):
         raise ValueError(
-            f"taps is {how.taps}, and the target is a {type(how.target).__name__}: an HFModel or an OwnCache has layers to tap"
+            f"taps is {how.taps}, and the target is a {type(how.target).__name__}: only an HFModel has layers to tap"
         )
-    hidden = 0
-    if isinstance(how.target, HFModel) or (how.taps and isinstance(how.target, OwnCache)):
-        hidden = how.target.model.config.get_text_config().hidden_size
+    hidden = how.target.model.config.hidden_size if isinstance(how.target, HFModel) else 0
     settings = {
         "format": FORMAT, "target": identity(how.target), "tokenizer": vocabulary(tokenizer), **plain_sampling(how.sampling),
         "new_tokens": how.new_tokens, "k": how.k, "taps": list(how.taps), "kept": how.kept, "ends": list(how.ends), "seed": how.seed,

@@ -162,7 +162,7 @@ class OwnCache:
                 each token.
         """
         asked = self._rows(cache, context, rows)
-        caught, fed = listening(self.clone, taps) if taps else {}, list[tuple[int, range, int]]()
+        caught, fed = listening(self.clone, taps) if taps else {}, [torch.zeros(3, 0, dtype=torch.long)]
         nodes = [] if proposal is None else proposal.tokens.tolist()
         sizes = [0] * context.batch if proposal is None else proposal.size.tolist()
         first = 0 if start is None else start + 1
@@ -191,28 +191,21 @@ class OwnCache:
                     begin = self._longest(states, (*text, *chain), len(text) + first - bool(taps))
                     cache.rows[b], made = self._score(states, begin, text, chain, first)
                     logits[b, : len(made)] = made
-                    fed.append((b, range(len(begin.tokens), len(text) + len(chain)), len(text)))
-        return Scores(logits, self._fed(caught, fed) if taps else None)
+                    at = torch.arange(len(begin.tokens), len(text) + len(chain))
+                    fed.append(torch.stack([torch.full_like(at, b), at, (at - len(text)).clamp(min=-1)]))
+        if not taps:
+            return Scores(logits)
+        empty = logits.new_zeros(0, self.clone.config.get_text_config().hidden_size)
+        layers = {tap: torch.cat(parts or [empty]) for tap, parts in caught.items()}
+        return Scores(logits, Fed(layers, *torch.cat(fed, 1)))
 
     def _of_one_row(self, hidden: Tensor) -> Tensor:
         """``[T, E]`` of a block's ``hidden [1, T, E]``."""
         if hidden.dim() != 3:
             raise ValueError(
-                f"taps: a block of this {self.clone.config.model_type} gives {list(hidden.shape)} for a row, no vector for each token: use a draft "
-                "that reads no activations"
+                f"taps: a block of this {self.clone.config.model_type} gives {list(hidden.shape)}, no vector for each token: use a draft without taps"
             )
         return hidden[0]
-
-    def _fed(self, caught: dict[int, list[Tensor]], fed: Sequence[tuple[int, range, int]]) -> Fed:
-        """What was caught at positions of rows, ``fed``: row, positions and length of the text."""
-        row = [b for b, positions, _ in fed for _ in positions]
-        position = [p for _, positions, _ in fed for p in positions]
-        node = [max(p - n, -1) for _, positions, n in fed for p in positions]
-        empty = torch.zeros(
-            0, self.clone.config.get_text_config().hidden_size, dtype=self.dtype, device=self.device
-        )
-        layers = {tap: torch.cat(parts) if parts else empty for tap, parts in caught.items()}
-        return Fed(layers, *(torch.tensor(x, dtype=torch.long) for x in (row, position, node)))
 
     @torch.inference_mode()
     def _score(
