@@ -136,7 +136,7 @@ def made(s: Settings) -> tuple[Any, Any, HeadModel, Blocks]:
     if s.length <= k:
         raise SystemExit(f"--length {s.length}: give more than the {k} tokens of a block")
     # Whether it can decode shows before it is trained.
-    sd.decoder(sd.HFModel(target, tokenizer)).draft(sd.drafts.Head(head), k).build()
+    sd.decoder((target, tokenizer)).draft(sd.drafts.Head(head), k).build()
     return (
         target,
         tokenizer,

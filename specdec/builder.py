@@ -235,7 +235,7 @@ class Builder:
         if part.info.trees and not target.supports_trees:
             raise ValueError(
                 f"draft {part.info.name!r} proposes trees but this target takes chains only (its family does, or invariant=True): use "
-                "drafts.Model"
+                "drafts.Model, or of a head drafts.Head(model, heads.Chain())"
             )
         verifier = default_verifier(ModelInfo.of(target).device) if self._verifier is None else self._verifier
         able = VerifierInfo.of(verifier)

@@ -25,6 +25,12 @@ def cache_name(model: Any) -> str:
     return next((name for name in names if name in takes), "past_key_values")
 
 
+def body_of(model: Any) -> Any:
+    """What a causal LM has below its output matrix: transformers' ``base_model``, or ``model`` where that is the causal LM itself."""
+    base = model.base_model
+    return base.model if base is model else base
+
+
 def blocks_of(model: Any) -> torch.nn.ModuleList:
     """The decoder blocks of a model: the list of as many modules as the config has layers, each of which is made of others, as norms are not.
 

@@ -16,6 +16,7 @@ from specdec.masks import Mask
 from specdec.models.check import Loading
 from specdec.models.hf import HFModel
 from specdec.models.load import is_pair
+from specdec.models.own_cache import OwnCache
 from specdec.protocols import Draft
 
 DraftLike = Draft[Any] | ModelLike | SpireModel | HeadModel | tuple[SpireModel | HeadModel, Any]
@@ -67,9 +68,10 @@ def as_draft(
                 f"{name} is the checkpoint of a head, which reads a target's activations: give drafts.Head(drafts.heads.load({str(head)!r}, "
                 "target)), with dtype= and other options there"
             )
-        if not isinstance(target, HFModel):
+        if not isinstance(target, (HFModel, OwnCache)):
             raise ValueError(
-                f"{name} is the checkpoint of a head, which reads the target's activations, and the target is a {type(target).__name__}: give an HFModel"
+                f"{name} is the checkpoint of a head, which reads the target's activations, and the target is a {type(target).__name__}: give an "
+                "HFModel or an OwnCache"
             )
         return drafts.Head(load(head, target))
     return drafts.Model(as_model(draft, name, device, **options))

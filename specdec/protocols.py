@@ -67,7 +67,9 @@ class LanguageModel(Protocol):
             start: if given, an earlier call for the same context has fed the nodes before ``start``, and the cache holds them. Only nodes
                 from ``start`` on are fed and scored, and ``logits[:, 0]`` belongs to node ``start``.
             rows: ``[R]`` the rows to work on (default all); the others are not fed and their logits are zero.
-            taps: layers whose activations are wanted at every fed position (``Scores.fed``).
+            taps: layers whose activations are wanted at every fed position (``Scores.fed``): row after row, an end of its committed tokens in
+                order, each once, then its nodes as stored. The last committed token and what the cache lacked are always there; a model that
+                cannot roll back may feed earlier tokens again, so a reader takes the positions that it lacks.
         Returns:
             logits ``[B, N + 1, V]``, or ``[B, N - start, V]`` when ``start`` is given.
         """

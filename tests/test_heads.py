@@ -120,6 +120,7 @@ OTHERS = [
     "mistral",
     "olmo2",
     "opt",
+    "phi",
     "phi3",
     "qwen2",
     "qwen3_moe",

@@ -105,7 +105,7 @@ def with_mtp(folder, family, **changes):
         return load_file(folder / where / "model.safetensors")
 
     L = changes["num_hidden_layers"]
-    like = 7 if family == "qwen3_next" else L  # a layer with full attention
+    like = 7 if "qwen3" in family else L  # a layer with full attention
     more, tensors = saved(like + 1, "more"), saved(L, ".")
     block = {n.split(f"layers.{like}.")[1]: t for n, t in more.items() if f"layers.{like}." in n}
     pair = {name: torch.rand(32, generator=draw) + 0.5 for name in ("enorm", "hnorm", "norm")}

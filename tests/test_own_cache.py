@@ -399,8 +399,8 @@ def test_bad_input_is_refused_by_name():
     tree = Proposal(torch.tensor([[1, 2]]), torch.tensor([[-1, -1]]), torch.tensor([2]))
     with pytest.raises(ValueError, match="proposes a tree"):
         target.score(cache, context, tree)
-    with pytest.raises(ValueError, match="taps"):
-        target.score(cache, context, taps=(1,))
+    with pytest.raises(ValueError, match="taps: layer 3 does not exist"):
+        target.score(cache, context, taps=(3,))
     with pytest.raises(ValueError, match="needs 6 slots"):
         target.score(cache, context, Proposal.chain(torch.tensor([[1, 2, 3]]), torch.tensor([3])))
     with pytest.raises(ValueError, match="context has 1 rows and the cache 2"):

@@ -52,7 +52,7 @@ def settings(recipe, place, out, **changes):
 
 def check_trained(place, out, kind):
     """The head in a folder is of its kind, and decoding with it gives the target's own text."""
-    target = sd.HFModel.from_pretrained(place / "target", dtype=torch.float32)
+    target = sd.decoder(str(place / "target"), dtype="float32").build().target
     head = sd.drafts.heads.load(out, target, dtype=torch.float32)
     assert type(head) is KINDS[kind].head
     greedy = sd.decoder(target).greedy()
@@ -183,10 +183,18 @@ def test_bad_targets_texts_and_folders(recipe, place, tmp_path):
 
 
 def test_a_target_that_heads_do_not_read_is_refused(recipe, place, tmp_path):
-    stateful("mamba2").save_pretrained(tmp_path / "recurrent")
-    byte_tokenizer().save_pretrained(tmp_path / "recurrent")
-    with pytest.raises(SystemExit, match="mamba2"):
-        recipe.main(settings(recipe, place, tmp_path / "out", target=str(tmp_path / "recurrent")))
+    stateful("gemma3n_text").save_pretrained(tmp_path / "other")
+    byte_tokenizer().save_pretrained(tmp_path / "other")
+    with pytest.raises(SystemExit, match=r"Gemma3n.* does more to its logits"):
+        recipe.main(settings(recipe, place, tmp_path / "out", target=str(tmp_path / "other")))
+
+
+@pytest.mark.slow
+def test_a_hybrid_target_trains_a_head(recipe, place, tmp_path):
+    stateful("lfm2").save_pretrained(tmp_path / "target")
+    byte_tokenizer().save_pretrained(tmp_path / "target")
+    recipe.main(settings(recipe, place, tmp_path / "out", target=str(tmp_path / "target"), head="mtp"))
+    check_trained(tmp_path, tmp_path / "out", "mtp")
 
 
 def test_the_disk_is_asked_before_it_is_filled(recipe, place, tmp_path, monkeypatch):

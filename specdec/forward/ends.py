@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.configs import blocks_of, setting
+from specdec.configs import blocks_of, body_of, setting
 from specdec.forward.taps import listening, tapped
 
 
@@ -39,13 +39,18 @@ class Ends:
             ValueError: the final norm was not found, or the model does more to its logits than is known here.
         """
         config = model.config.get_text_config()
-        body = setting(model.base_model, "decoder") or model.base_model
-        norm = setting(body, "norm", "final_layer_norm", "ln_f", "norm_f")
+        body = setting(body_of(model), "decoder") or body_of(model)
+        norm = setting(
+            body, "norm", "final_layer_norm", "final_layernorm", "ln_f", "norm_f", "embedding_norm"
+        )
         if norm is None:
             raise ValueError(
                 f"target: no final norm found in a {type(model).__name__}: draft heads need one, use a llama-like model"
             )
-        factor, divisor = setting(config, "logit_scale"), setting(config, "logits_scaling")
+        factor, divisor = (
+            setting(config, "logit_scale", "lm_head_multiplier"),
+            setting(config, "logits_scaling"),
+        )
         scale = (1.0 if factor is None else float(factor)) / (1.0 if divisor is None else float(divisor))
         cap = setting(config, "final_logit_softcapping")
         return Ends(

@@ -9,11 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec import drafts, zoo
+from specdec.drafts.coerce import as_model
 from specdec.drafts.heads import HeadModel
 from specdec.drafts.heads.load import as_head, is_head
 from specdec.drafts.spire.model import FILE, SpireModel
 from specdec.masks import streaming
 from specdec.models.hf import HFModel
+from specdec.models.load import load as read
 from specdec.models.load import load_tokenizer
 from specdec.models.windowed import Windowed
 
@@ -30,8 +32,9 @@ def load(name: str, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
     if name in zoo.names():
         model, tokenizer = zoo.load(name)
         return (model if dtype is None else in_dtype(model, dtype)), tokenizer
-    made = HFModel.from_pretrained(name, dtype="auto" if dtype is None else dtype)
-    return made.model, made.tokenizer
+    model, tokenizer = read(name, dtype="auto" if dtype is None else dtype), load_tokenizer(name)
+    as_model((model, tokenizer), name)  # refuses what no wrapper runs
+    return model, tokenizer
 
 
 def in_dtype(model: Any, dtype: torch.dtype) -> Any:

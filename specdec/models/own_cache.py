@@ -19,10 +19,11 @@ from specdec.arguments import at_least, whole
 from specdec.cache.states import State, StateCache
 from specdec.configs import cache_name, eos_ids, processors, runs_on, sampling, setting
 from specdec.forward.families import ONE_BY_ONE, OWN_CACHE, own_cache, positions_of, refuse
+from specdec.forward.taps import listening, tapped
 from specdec.models.check import check_own, narrowed
 from specdec.models.clone import structural_clone
 from specdec.models.load import load, load_tokenizer
-from specdec.types import Context, Proposal, Scores
+from specdec.types import Context, Fed, Proposal, Scores
 
 __all__ = ["OWN_CACHE", "OwnCache"]
 
@@ -153,12 +154,15 @@ class OwnCache:
     ) -> Scores:
         """Logits after the last committed token and after every node, as in ``protocols.LanguageModel``.
 
+        ``taps``: layers whose output is wanted, as for ``HFModel``. What is read again is in ``Scores.fed`` again, and the last committed token is
+        always read, even if its logits are known.
+
         Raises:
-            ValueError: rows do not match, the cache has no room, the proposal is no chain, or taps are asked for.
+            ValueError: rows do not match, the cache has no room, the proposal is no chain, or a tapped layer does not exist or has no vector for
+                each token.
         """
-        if taps:
-            raise ValueError("taps: an OwnCache gives no activations; use a family that HFModel takes")
         asked = self._rows(cache, context, rows)
+        caught, fed = listening(self.clone, taps) if taps else {}, [torch.zeros(3, 0, dtype=torch.long)]
         nodes = [] if proposal is None else proposal.tokens.tolist()
         sizes = [0] * context.batch if proposal is None else proposal.size.tolist()
         first = 0 if start is None else start + 1
@@ -166,35 +170,50 @@ class OwnCache:
         logits = torch.zeros(
             context.batch, max(width, 0), self.vocab_size, dtype=self.dtype, device=self.device
         )
-        for b in asked:
-            text, chain = context.row(b), nodes[b][: sizes[b]] if nodes else []
-            if proposal is not None and proposal.parents[b, : len(chain)].tolist() != list(
-                range(-1, len(chain) - 1)
-            ):
-                raise ValueError(
-                    f"row {b} proposes a tree, and {self.clone.config.model_type} takes chains only: its state has read one path"
-                )
-            if len(text) + len(chain) > cache.capacity:
-                raise ValueError(
-                    f"row {b} needs {len(text) + len(chain)} slots (nodes included) and the cache has {cache.capacity}: make it with a "
-                    "larger capacity"
-                )
-            if first <= len(chain):
-                states, cache.rows[b] = (
-                    cache.rows[b],
-                    (State(),),
-                )  # a forward that fails leaves no half-read state
-                cache.rows[b], made = self._score(states, text, chain, first)
-                logits[b, : len(made)] = made
-        return Scores(logits)
+        with tapped(self.clone, caught, self._of_one_row):
+            for b in asked:
+                text, chain = context.row(b), nodes[b][: sizes[b]] if nodes else []
+                if proposal is not None and proposal.parents[b, : len(chain)].tolist() != list(
+                    range(-1, len(chain) - 1)
+                ):
+                    raise ValueError(
+                        f"row {b} proposes a tree, and {self.clone.config.model_type} takes chains only: its state has read one path"
+                    )
+                if len(text) + len(chain) > cache.capacity:
+                    raise ValueError(
+                        f"row {b} needs {len(text) + len(chain)} slots (nodes included) and the cache has {cache.capacity}: make it with a "
+                        "larger capacity"
+                    )
+                if first <= len(chain):
+                    # A forward that fails leaves no half-read state.
+                    states, cache.rows[b] = cache.rows[b], (State(),)
+                    # The logits after the last token to be read may be known; its activations are not.
+                    begin = self._longest(states, (*text, *chain), len(text) + first - bool(taps))
+                    cache.rows[b], made = self._score(states, begin, text, chain, first)
+                    logits[b, : len(made)] = made
+                    at = torch.arange(len(begin.tokens), len(text) + len(chain))
+                    fed.append(torch.stack([torch.full_like(at, b), at, (at - len(text)).clamp(min=-1)]))
+        if not taps:
+            return Scores(logits)
+        empty = logits.new_zeros(0, self.clone.config.get_text_config().hidden_size)
+        layers = {tap: torch.cat(parts or [empty]) for tap, parts in caught.items()}
+        return Scores(logits, Fed(layers, *torch.cat(fed, 1)))
+
+    def _of_one_row(self, hidden: Tensor) -> Tensor:
+        """``[T, E]`` of a block's ``hidden [1, T, E]``."""
+        if hidden.dim() != 3:
+            raise ValueError(
+                f"taps: a block of this {self.clone.config.model_type} gives {list(hidden.shape)}, no vector for each token: use a draft without taps"
+            )
+        return hidden[0]
 
     @torch.inference_mode()
     def _score(
-        self, states: tuple[State, ...], text: list[int], chain: list[int], first: int
+        self, states: tuple[State, ...], state: State, text: list[int], chain: list[int], first: int
     ) -> tuple[tuple[State, ...], Tensor]:
-        """A row's states afterwards, and the logits after ``text`` and the first ``first`` nodes, and after every further node."""
+        """A row's states after a call that goes on from ``state``, and the logits after ``text`` and the first ``first`` nodes, and after every
+        further node."""
         tokens, n = (*text, *chain), len(text)
-        state = self._longest(states, tokens, n + first)
         if n - len(state.tokens) > (self.refeed if chain and not self.one_by_one else 0):
             state = self._read(state, text, 1)[0]
         if len(state.tokens) > n:  # a state with some of the nodes goes on; the one behind it stays

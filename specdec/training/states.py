@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from specdec.configs import body_of
 from specdec.forward.taps import listening, tapped
 from specdec.models.fingerprint import fingerprint
 
@@ -47,13 +48,11 @@ def target_states(target: Any, tokens: Tensor, layers: Sequence[int]) -> Batch:
         target: a transformers causal LM. tokens: ``[B, L + 1]``. layers: the layers whose inputs to return, counted from 0.
     """
     tokens = tokens.to(target.device)
-    last = target.config.get_text_config().num_hidden_layers
-    # transformers' last hidden state is normed, and a tap of the last block is not
-    caught = listening(target, [last]) if last in layers else {}
+    # Not output_hidden_states, whose last is normed, and whose first is the output of block 1 in some families.
+    caught = listening(target, layers)
     with tapped(target, caught, lambda hidden: hidden):
-        made = target.base_model(input_ids=tokens[:, :-1], use_cache=False, output_hidden_states=bool(layers))
-    inputs = {layer: caught[layer][0] if layer in caught else made.hidden_states[layer] for layer in layers}
-    return Batch(tokens, inputs, made.last_hidden_state)
+        made = body_of(target)(input_ids=tokens[:, :-1], use_cache=False)
+    return Batch(tokens, {layer: caught[layer][0] for layer in layers}, made.last_hidden_state)
 
 
 class States:

@@ -24,6 +24,7 @@ from specdec.drafts.pool import merged
 from specdec.graphs.programs import Programs, capture_named
 from specdec.kernels.device import to_device
 from specdec.models.hf import HFModel
+from specdec.models.own_cache import OwnCache
 from specdec.protocols import LanguageModel
 from specdec.rng import Rng
 from specdec.sampling import Sampling
@@ -122,13 +123,14 @@ class Head:
 
     @staticmethod
     def example(model: Any) -> Head:
-        """An untrained head for an ``HFModel`` (for the contract tests)."""
+        """An untrained head for an ``HFModel`` or an ``OwnCache`` (for the contract tests)."""
         return Head(Eagle3.from_target(model))
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Head:
-        if not isinstance(target, HFModel):
+        if not isinstance(target, (HFModel, OwnCache)):
             raise ValueError(
-                f"draft {type(self.model).__name__!r} reads the target's activations, and the target is a {type(target).__name__}: give an HFModel"
+                f"draft {type(self.model).__name__!r} reads the target's activations, and the target is a {type(target).__name__}: give an HFModel "
+                "or an OwnCache"
             )
         model = self.model.bound(target)
         capture = capture_named(self.graphs, model.device, model.dtype)

@@ -186,8 +186,10 @@ class Rotary:
 def config_like(target: Any, **changes: Any) -> LlamaConfig:
     """The config of a llama-like body with the sizes of ``target``, a transformers model of any family."""
     theirs = target.config.get_text_config()
-    heads = theirs.num_attention_heads
+    # Recurrent models have no attention: heads of 64 then.
+    heads = setting(theirs, "num_attention_heads") or max(theirs.hidden_size // 64, 1)
     rope = setting(theirs, "rope_parameters")
+    wide = setting(theirs, "intermediate_size", "ffn_dim") or 4 * theirs.hidden_size
     rope = rope if isinstance(rope, dict) and "rope_theta" in rope else {"rope_theta": 10000.0}
     if rope.get("rope_type") not in ("linear", "llama3", "yarn"):
         rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
@@ -195,7 +197,7 @@ def config_like(target: Any, **changes: Any) -> LlamaConfig:
         **{
             "vocab_size": theirs.vocab_size,
             "hidden_size": theirs.hidden_size,
-            "intermediate_size": setting(theirs, "intermediate_size", "ffn_dim") or 4 * theirs.hidden_size,
+            "intermediate_size": wide if isinstance(wide, int) else max(wide),
             "num_hidden_layers": 1,
             "num_target_layers": theirs.num_hidden_layers,
             "num_attention_heads": heads,

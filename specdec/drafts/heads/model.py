@@ -231,7 +231,7 @@ class HeadModel(StoredHead):
         return *self.modules(), ends.table, ends.norm, ends.output
 
     def bound(self, target: Any) -> Self:
-        """A head with the same weights that uses the embedding, norm and output matrix of ``target``, an ``HFModel`` or a transformers model.
+        """A head with the same weights that uses the embedding, norm and output matrix of ``target``, an ``HFModel``, an ``OwnCache`` or a transformers model.
         If this head is on another device, it is a copy on the target's device.
 
         Raises:

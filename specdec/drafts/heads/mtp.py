@@ -113,7 +113,7 @@ class MTP(HeadModel):
         """The head that a target ships with its checkpoint, such as DeepSeek's, GLM's and Qwen3-Next's: trained, with a block of the target's kind.
 
         Args:
-            target: an ``HFModel`` or a transformers model. folder: of its checkpoint; by default where it was loaded from.
+            target: an ``HFModel``, an ``OwnCache`` or a transformers model. folder: of its checkpoint; by default where it was loaded from.
         Raises:
             ValueError: the checkpoint has no MTP layer, several, one whose attention heads do not support, or is quantized.
         """
