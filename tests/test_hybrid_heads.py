@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from forwards import ROWS, accept, propose
-from safetensors.torch import load_file
 from test_heads import shake
-from test_mtp import SHIPPING, needs_fc, with_mtp
 from tiny_states import HERE, STATES, stateful
 
 import specdec as sd
@@ -17,7 +14,6 @@ from specdec.configs import blocks_of
 from specdec.drafts.heads import MTP, DFlash, DynamicTree, Eagle3, Head, HeadModel, Medusa
 from specdec.executors import Optimistic, Pipelined
 from specdec.models import OwnCache
-from specdec.training.anchored import blocks
 from specdec.training.states import target_states
 from specdec.training.train import Settings, train
 from specdec.types import Context
@@ -174,52 +170,3 @@ def test_a_head_trains_on_what_it_reads(family):
     target, losses = OwnCache(model), []
     train(MTP.from_target(target), target, ids, settings=how, progress=False, on_step=losses.append)
     assert losses[-1]["loss"] < 0.95 * losses[0]["loss"]
-
-
-def outputs(w, embedded, state, D=8):
-    """The shipped layer, ``[T, E]``, of embeddings of tokens and the state before each; ``w``: tensors by their released names."""
-
-    def times(x, name):
-        return x @ w[f"mtp.{name}.weight"].T
-
-    def normed(x, name):  # the weight is stored without 1
-        return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + w[f"mtp.{name}.weight"])
-
-    def turned(x):  # [H, T, D]: a quarter of each head
-        angle = torch.arange(x.shape[1], dtype=x.dtype)[:, None]
-        a, b, rest = x.split([1, 1, D - 2], -1)
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], -1)
-
-    T, at = len(state), "layers.0.self_attn."
-    both = [normed(embedded, "pre_fc_norm_embedding"), normed(state, "pre_fc_norm_hidden")]
-    x = times(torch.cat(both, -1), "fc")
-    h = normed(x, "layers.0.input_layernorm")
-    query, gate = times(h, at + "q_proj").view(T, -1, 2 * D).chunk(2, -1)
-    key, value = (times(h, f"{at}{n}_proj").view(T, -1, D).transpose(0, 1) for n in "kv")
-    query, key = (turned(normed(t, at + n)) for t, n in ((query.transpose(0, 1), "q_norm"), (key, "k_norm")))
-    key, value = (t.repeat_interleave(2, 0) for t in (key, value))
-    scores = query @ key.mT * D**-0.5 + torch.full((T, T), float("-inf")).triu(1)
-    out = (scores.softmax(-1) @ value).transpose(0, 1) * gate.sigmoid()
-    x = x + times(out.reshape(T, -1), at + "o_proj")
-    h, mlp = normed(x, "layers.0.post_attention_layernorm"), "layers.0.mlp."
-    h = F.silu(times(h, mlp + "gate_proj")) * times(h, mlp + "up_proj")
-    return normed(x + times(h, mlp + "down_proj"), "norm")
-
-
-@needs_fc
-@torch.no_grad()
-def test_a_target_decodes_with_the_layer_that_it_ships(tmp_path):
-    small = {n: v for n, v in STATES["qwen3_5_text"].items() if n.startswith("linear_")}
-    model = with_mtp(tmp_path, "qwen3_5_text", **SHIPPING["qwen3_next"] | small)
-    w, target = load_file(tmp_path / "model.safetensors"), OwnCache(model)
-    head, table = MTP.from_checkpoint(target), model.get_input_embeddings().weight
-    ids, state = torch.arange(3, 15), torch.randn(7, 32)
-    found = blocks(head, ids[None], {"final": state[None]}, 3, torch.tensor([[7]]))[0, 0]
-    for logits in found:  # each further token is paired with the layer's own last output
-        state = torch.cat([state, outputs(w, table[ids[1 : len(state) + 1]], state)[-1:]])
-        assert same(logits, model.lm_head(state[-1]))
-    decoder = sd.decoder(target).draft(Head(head), 3).greedy().build()
-    decoder.save(tmp_path / "saved")
-    expected = sd.decoder(target).greedy().generate(PROMPTS[1:], 5, eos_token_id=()).ids
-    for one in (decoder, sd.load(tmp_path / "saved").build()):
-        assert one.generate(PROMPTS[1:], 5, eos_token_id=()).ids == expected
