@@ -138,11 +138,9 @@ def built(s: Settings) -> sd.Decoder:
     model, tokenizer = load(s.target)
     if tokenizer is None:
         raise SystemExit(f"--target {s.target}: it has no tokenizer: save one into its folder")
-    target = sd.HFModel(model, tokenizer)
-    builder = sd.decoder(target).sampling(temperature=s.temperature)
-    if s.draft:
-        builder = builder.draft(draft_part(s.draft, target, 64, 1)[1], s.k)
-    return builder.build()
+    builder = sd.decoder((model, tokenizer)).sampling(temperature=s.temperature)
+    plain = builder.build()
+    return builder.draft(draft_part(s.draft, plain.target, 64, 1)[1], s.k).build() if s.draft else plain
 
 
 class Conversations:

@@ -85,7 +85,8 @@ def decoders(s: Settings, target: Any) -> dict[str, sd.Decoder]:
         longest = DraftInfo.of(draft).longest
         for k in sorted({k if longest is None else min(k, longest) for k in s.k}):
             made[f"{name}/{k}"] = base.draft(draft, length=k).build()
-        for way in Contender(name, draft, 0, None, max(s.k)).trees([nodes for nodes in s.trees if nodes]):
+        trees = [nodes for nodes in s.trees if nodes and target.supports_trees]
+        for way in Contender(name, draft, 0, None, max(s.k)).trees(trees):
             made[way.label] = base.draft(way.draft, length=way.longest).build()
     return made
 
