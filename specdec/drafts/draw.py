@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specdec.drafts.stops import Drafted, Stops, as_stops, ends
+from specdec.drafts.stops import Drafted, Stops, When, as_stops, ends
 from specdec.processing import processed
 from specdec.rng import Key, Rng
 from specdec.sampling import Sampling, fit, logits_of
@@ -86,7 +86,7 @@ class ChainDraw:
             if self.stops:
                 law = self._law(logits, q, before)
                 self.seen = self.seen.grown(most=law.amax(-1), entropy=torch.special.entr(law).sum(-1))
-                self.end(ends(self.stops, "before", self.seen))
+                self._ask("before")
                 if self.done:
                     return torch.zeros(len(logits), dtype=torch.long, device=logits.device)
             if q is None:
@@ -101,8 +101,13 @@ class ChainDraw:
         self.count += 1
         if self.stops:
             self.seen = self.seen.grown(token=token, own=law.gather(-1, token[:, None])[:, 0])
-            self.end(ends(self.stops, "after", self.seen))
+            self._ask("after")
         return token
+
+    def _ask(self, when: When) -> None:
+        """End the chains that rules end now."""
+        if any(stop.when == when for stop in self.stops):
+            self.end(ends(self.stops, when, self.seen))
 
     def _law(self, logits: Tensor, q: Tensor | None, before: Proposal | None) -> Tensor:
         """``[B, V]`` what rules look at: ``q [B, 1, V]``, and in greedy rows the softmax of the scores whose largest one is taken."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -27,9 +28,10 @@ class PacedState(NamedTuple):
 
 @dataclass(frozen=True)
 class Paced:
-    """Chains of ``draft``, up to ``first`` tokens at the beginning; ``up`` more after a round in which all of a row's were accepted, else ``down`` fewer.
+    """Chains of ``draft`` (or of a model), of at most ``first`` tokens in a row's first round.
 
-    The decoder's ``length`` is the limit, and 1 the least. Rounds without a drafted token change nothing.
+    After a round in which all of a row's tokens were accepted it is ``up`` more, otherwise ``down`` fewer, from 1 to the decoder's ``length``. Rounds without a
+    drafted token change nothing.
 
     Raises:
         TypeError, ValueError: a number is not whole, or too small. ValueError: ``draft`` proposes trees, or is a pool.
@@ -41,6 +43,9 @@ class Paced:
     down: int = 1
 
     def __post_init__(self) -> None:
+        given: Any = self.draft
+        if isinstance(given, type) or not hasattr(given, "propose"):
+            object.__setattr__(self, "draft", Model(given))
         at_least(1, "first", self.first, "give at least 1")
         at_least(0, "up", self.up, "give at least 0")
         at_least(0, "down", self.down, "give at least 0")
@@ -92,9 +97,9 @@ class Paced:
         part: Any = self.part
         found = {
             "empty": part.waits and (lambda text: self._begun(part.waits.empty(text), text)),
-            "prepare": part.waits and self._inside("prepare"),
-            "follow": part.follows and self._inside("follow"),
-            "forget": part.forgets and self._inside("forget"),
+            "prepare": part.waits and _inside(part.waits.prepare),
+            "follow": part.follows and _inside(part.follows.follow),
+            "forget": part.forgets and _inside(part.forgets.forget),
             "check_length": part.limits and part.limits.check_length,
             "join": part.joins
             and (lambda a, b: PacedState(part.joins.join(a.inner, b.inner), torch.cat([a.length, b.length]))),
@@ -103,10 +108,10 @@ class Paced:
             raise AttributeError(name)
         return found
 
-    def _inside(self, name: str) -> Any:
-        """A method of the draft's, of its own state."""
-        method = getattr(self.draft, name)
-        return lambda state, *others: state._replace(inner=method(state.inner, *others))
-
     def _begun(self, inner: Any, context: Context) -> PacedState:
         return PacedState(inner, torch.full((context.batch,), self.first))
+
+
+def _inside(method: Callable[..., Any]) -> Callable[..., PacedState]:
+    """A method of the draft's, of the state in which its own is."""
+    return lambda state, *others: state._replace(inner=method(state.inner, *others))

@@ -92,7 +92,7 @@ class Confidence:
     when: ClassVar[When] = "after"
 
     def __post_init__(self) -> None:
-        number("least", self.least)
+        _probability("least", self.least)
 
     def __call__(self, seen: Drafted) -> Tensor:
         return seen.own[..., -1] < self.least
@@ -139,9 +139,7 @@ def as_stops(stop: Any) -> tuple[Stop, ...]:
         return (stop,)
     if stop is None:
         return ()
-    number("stop", stop, ", or rules of drafts.stops")
-    if not 0 <= stop <= 1:
-        raise ValueError(f"stop is {stop}: give a probability, or rules of drafts.stops")
+    _probability("stop", stop, ", or rules of drafts.stops")
     return (Confidence(float(stop)),) if stop else ()
 
 
@@ -161,6 +159,12 @@ def ends(stops: Sequence[Stop], when: When, seen: Drafted) -> Tensor:
                 )
             found = found | here
     return found
+
+
+def _probability(name: str, value: Any, hint: str = "") -> None:
+    number(name, value, hint)
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value}: give a probability{hint}")
 
 
 def why_stop(stop: Stops) -> str | None:
