@@ -184,30 +184,27 @@ def test_pools_tell_rules_apart():
     assert [type(part).__name__ for part in pool.build().draft.drafts] == ["Model", "Model", "Stacked"]
 
 
-def test_a_pace_is_that_of_transformers_within_the_budget():
-    theirs = AssistedCandidateGenerator.__new__(AssistedCandidateGenerator)
-    theirs.assistant_generation_config = SimpleNamespace(
-        num_assistant_tokens_schedule="heuristic", assistant_confidence_threshold=None
+@pytest.mark.parametrize("most", [99, 7])
+def test_a_pace_is_that_of_transformers_within_the_budget(most):
+    theirs, schedule = (
+        AssistedCandidateGenerator.__new__(AssistedCandidateGenerator),
+        {"num_assistant_tokens_schedule": "heuristic"},
     )
+    theirs.assistant_generation_config = SimpleNamespace(**schedule, assistant_confidence_threshold=None)
     draft, draw, theirs.num_assistant_tokens = Paced(NGram(), 3), torch.Generator().manual_seed(0), 3
-
-    def observed(state, size, accepted, budget):
-        proposal = sd.Proposal.chain(torch.zeros(1, size, dtype=torch.long), torch.tensor([size]))
-        verdict = SimpleNamespace(accepted=torch.tensor([accepted]))
-        round = SimpleNamespace(proposal=proposal, verdict=verdict, budget=torch.tensor([budget]))
-        return draft.observe(state, round)
-
     state = draft.init(sd.Context.of([[0]]), None)
     for _ in range(60):
-        size = int(torch.randint(1, int(state.length) + 1, (1,), generator=draw))
+        size = int(torch.randint(0, int(state.length) + 1, (1,), generator=draw))
         accepted = max(0, size - int(torch.randint(0, 2, (1,), generator=draw)))
-        state = observed(state, size, accepted, 99)
-        theirs.update_candidate_strategy(None, torch.zeros(1, size + 1, 2), accepted)
+        proposal = sd.Proposal.chain(torch.zeros(1, size, dtype=torch.long), torch.tensor([size]))
+        verdict = SimpleNamespace(accepted=torch.tensor([accepted]))
+        state = draft.observe(
+            state, SimpleNamespace(proposal=proposal, verdict=verdict, budget=torch.tensor([most]))
+        )
+        if size:
+            theirs.update_candidate_strategy(None, torch.zeros(1, size + 1, 2), accepted)
+        theirs.num_assistant_tokens = min(theirs.num_assistant_tokens, most)
         assert int(state.length) == theirs.num_assistant_tokens
-    grown = [observed(state._replace(length=torch.tensor([n])), *round) for n, *round in (
-        (6, 6, 6, 7), (20, 7, 7, 7), (20, 7, 6, 7), (1, 1, 0, 7), (5, 0, 0, 7)
-    )]  # fmt: skip
-    assert [int(one.length) for one in grown] == [7, 20, 6, 1, 5]
 
 
 def test_a_paced_draft_has_the_optional_methods_of_its_draft():
