@@ -10,7 +10,7 @@ how many standard errors of their difference they are apart. Selectors are playe
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import checkout  # noqa: F401
@@ -19,10 +19,9 @@ import torch
 
 import specdec as sd
 from specdec import lab, selectors, zoo
-from specdec.audit import lengths
-from specdec.audit.lengths import Policy
 from specdec.audit.rounds import efficiency
 from specdec.drafts.spire import SpireModel
+from specdec.drafts.stops import Confidence, MaxProb, Stops
 from specdec.lab.console import table
 from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import pieces, shipped
@@ -46,28 +45,14 @@ SECONDS = RoundTimes(((1e-3, 0.0),) * 3, (1e-3, 0.0, 0.0), (0.0,) * 3)  # these 
 
 
 class Path(NamedTuple):
-    """A way to decode: a part of the decoder, how it is replayed, and the decoder's settings; ``policy`` decides lengths in the replay."""
+    """A way to decode: a part of the decoder, how it is replayed, and the decoder's settings; ``policy``: the draft's rule, for the replay."""
 
     part: str
     path: str
     method: str
     draft: Any
     verifier: Any = sd.Rejection()
-    policy: Policy | None = None
-
-
-@dataclass(frozen=True)
-class Stopping(sd.drafts.Model):
-    """Proposes tokens only up to the first whose distribution has no probability above ``sure``."""
-
-    sure: float = 0.4
-
-    def propose(self, state: Any, context: Any, budget: Any, rng: Any) -> Any:
-        proposal, state = super().propose(state, context, budget, rng)
-        if proposal.probs is None:
-            return proposal, state
-        size = torch.minimum(lengths.before(proposal.probs.amax(-1) > self.sure), proposal.size)
-        return replace(proposal, size=size), state
+    policy: Stops = None
 
 
 def paths(target: sd.HFModel) -> list[Path]:
@@ -87,12 +72,12 @@ def paths(target: sd.HFModel) -> list[Path]:
         Path("draft", "point masses", "ngram", sd.drafts.NGram()),
         Path("draft", "static tree, independent siblings", "tree 3, 2, 1", sd.drafts.Tree(small, (3, 2, 1))),
         Path("verifier", "block verification", "vanilla", sd.drafts.Model(small), sd.BlockVerification()),
-        Path(
-            "policy",
-            "stops where unsure",
-            "vanilla",
-            Stopping(small),
-            policy=lambda seen: lengths.before(seen.most > 0.4),
+        *(
+            Path("policy", path, "vanilla", sd.drafts.Model(small, stop=stop), policy=stop)
+            for path, stop in (
+                ("stops where unsure", MaxProb(0.4)),
+                ("stops after an unlikely token", Confidence(0.4)),
+            )
         ),
     ]
 

@@ -297,7 +297,7 @@ def _possible(draft: Draft[Any], length: int) -> None:
 def _same(a: Any, b: Any) -> bool:
     """Whether two arms share a draft: the same object, or the same model with the same settings."""
     alike = type(a) is type(b) is drafts.Model
-    return a is b or (alike and a.model is b.model and a.sampling == b.sampling)
+    return a is b or (alike and a.model is b.model and a.sampling == b.sampling and a.stop == b.stop)
 
 
 def _stacked(target: LanguageModel, parts: list[Any], numbers: list[int]) -> tuple[Any, ...]:
@@ -309,7 +309,7 @@ def _stacked(target: LanguageModel, parts: list[Any], numbers: list[int]) -> tup
         if type(part) is drafts.Model:
             _fits(target, part.model)
     for i, part in enumerate(parts):
-        alike = type(part) is drafts.Model and stackable(part.model)
+        alike = type(part) is drafts.Model and not part.stop and stackable(part.model)
         kinds.setdefault((shape_of(part.model), part.sampling) if alike else i, []).append(i)
     together: list[Any] = []
     at: dict[int, tuple[int, int]] = {-1: (-1, 0)}

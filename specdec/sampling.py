@@ -217,7 +217,7 @@ class Sampling:
         Raises:
             ValueError: a row has NaN, +inf, or nothing but -inf, or its request has no temperature.
         """
-        logits = self._constrain(logits, context, proposal, first)
+        logits = self.constrained(logits, context, proposal, first)
         if isinstance(self.temperature, Sequence):
             by_row = self._by_row(context)
             logits = logits / torch.where(by_row > 0, by_row, 1).to(logits)[:, None, None]
@@ -280,7 +280,7 @@ class Sampling:
         self, logits: Tensor, own: Tensor, context: Context, proposal: Proposal | None, first: int
     ) -> Tensor:
         """``__call__`` for rows of temperatures ``own [B]``, some of them 0, with a softmax only where a token is drawn: on a CPU it takes longer than all else here."""
-        logits = self._constrain(logits, context, proposal, first)
+        logits = self.constrained(logits, context, proposal, first)
         R, V = logits.shape[1:]
         drawn = (own > 0)[:, None].expand(-1, R)
         if proposal is not None:
@@ -324,7 +324,7 @@ class Sampling:
         if self.grammar is not None:
             masks.check_committed(self.grammar, context, tokens, count, verifier)
 
-    def _constrain(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
+    def constrained(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
         """``logits`` after the processors and the grammar."""
         if self.processors:
             logits = self._process(logits, context, proposal, first)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec import arm_policy, drafts, executors, grammars, pruning, sampling, selectors, verifiers
 from specdec.cost import arms, rounds
-from specdec.drafts import heads, siblings
+from specdec.drafts import heads, siblings, stops
 from specdec.drafts.coerce import as_model, place
 from specdec.drafts.heads.load import HEADS, as_head, is_head
 from specdec.drafts.spire import SpireModel
@@ -36,7 +36,7 @@ from specdec.selectors import kinds, rewards
 
 FILE, VERSION = "decoder.json", 1
 MODULES = (
-    drafts, heads, siblings, verifiers, executors, selectors, kinds, rewards, pruning, sampling, grammars, arm_policy, arms, rounds
+    drafts, heads, siblings, stops, verifiers, executors, selectors, kinds, rewards, pruning, sampling, grammars, arm_policy, arms, rounds
 )  # fmt: skip
 PARTS: dict[str, Any] = {
     f"{module.__name__.removeprefix('specdec.')}.{name}": kind

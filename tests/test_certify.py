@@ -67,6 +67,7 @@ SLOW = {  # a second or so each, or much like one that stays
     "traversal, tree (2, 1), penalties, temperature 1.5, top-p 0.9",
     "traversal, adaptive trees 2",
     *(f"{what}, tree (2, 1)" for what in ("k-SEQ", "optimal transport")),
+    *(c.name for c in catalogue.adaptive() if "its entropy" not in c.name and "stops" not in c.name),
     *(f"{what}, adaptive trees 1" for what in ("k-SEQ", "optimal transport", "distinct transport")),
 }
 EXACT = {

@@ -15,6 +15,7 @@ from specdec import zoo
 from specdec.drafts import heads
 from specdec.drafts.siblings import Distinct
 from specdec.drafts.spire import SpireModel
+from specdec.drafts.stops import Entropy
 from specdec.executors import Optimistic, Pipelined
 from specdec.masks import Causal, Sinks, Strided, Window
 from specdec.models import Masked, Windowed
@@ -39,6 +40,9 @@ COMPOSED = {
         sd.decoder(t)
         .draft(sd.drafts.Model(other(), sd.Sampling(0.5)), length=3)
         .sampling(temperature=0.8, top_p=0.9)
+    ),
+    "rules": lambda t: sd.decoder(t).draft(
+        sd.drafts.Paced(sd.drafts.Model(other(), stop=(0.3, Entropy(0.2)))), length=3
     ),
     "tree": lambda t: (
         sd.decoder(t)

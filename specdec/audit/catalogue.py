@@ -42,6 +42,7 @@ from specdec.audit.lossy import lossy
 from specdec.builder import Builder, DraftLike, decoder
 from specdec.cost.rounds import RoundTable
 from specdec.drafts.heads.static_tree import StaticTree
+from specdec.drafts.stops import Confidence, Entropy, MaxProb, Rule
 from specdec.executors import Optimistic, Pipelined
 from specdec.models import TableModel
 from specdec.sampling import Sampling
@@ -60,6 +61,7 @@ def everything() -> list[Composition]:
         shapes,
         stops,
         adversaries,
+        adaptive,
         selectors,
         optimistic,
         pipelined,
@@ -220,6 +222,26 @@ def adversaries() -> Iterator[Composition]:
     yield Composition("length adapted to dropped nodes", REMEMBERING, 5)
 
 
+def adaptive() -> Iterator[Composition]:
+    """Lengths that rules decide while chains are drafted, and that follow the rounds before."""
+    path = Rule("after", lambda seen: seen.own.prod(-1) < 0.5)
+    for name, stop in (
+        ("own probability", Confidence(0.5)),
+        ("largest probability", MaxProb(0.6)),
+        ("entropy", Entropy(0.647)),
+        ("path, and largest probability", (path, MaxProb(0.6))),
+    ):
+        builder = BASE.draft(drafts.Model(OTHER, stop=stop), length=2)
+        yield Composition(f"chain k=2, ended by its {name}", builder, 4)
+        paced = BASE.draft(drafts.Paced(drafts.Model(OTHER, stop=stop), 1), length=2)
+        yield Composition(f"paced chain, ended by its {name}", paced, 4)
+    for name, part in (("optimistic", Optimistic()), ("pipelined", Pipelined())):
+        yield Composition(f"ended chain, {name}", builder.executor(part), 4)
+    yield Composition("ended chain, block verification", builder.verifier(BlockVerification()), 4)
+    yield Composition("ended chain, temperature 0", builder.greedy(), 4)
+    yield Composition("ended chain, ragged, stops", builder, **RAGGED, settings={"eos_token_id": (2,)})
+
+
 def selectors() -> Iterator[Composition]:
     """Arms that depend on everything seen so far, dropped nodes included."""
     for salt in range(3):
@@ -299,6 +321,8 @@ def biases() -> Iterator[Composition]:
     )
     yield row("argmax declared as a sample of softmax(q)", four.draft(argmax).verifier(trust))
     yield row("node dropped after looking at its value", two.draft(looks))
+    unsure = BASE.draft(planted.DropsUnsure(OTHER), length=2)
+    yield row("unlikely token dropped after looking at it", unsure, 4)
     yield row("draws keyed by position alone, adaptive length", REMEMBERING, 4, wrap=planted.PositionKeyed)
     yield row("one number for a draw and its acceptance", one, wrap=planted.StreamsShare)
     pair = BASE.draft(drafts.Tree(OTHER, (2,)), length=1)

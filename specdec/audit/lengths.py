@@ -8,37 +8,11 @@ then drops it biases the output (docs/design.md, "Anticipation"), and no replay 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-
-class Drafted(NamedTuple):
-    """What a draft knows of a chain of K tokens, drawn one after another.
-
-    Attributes:
-        token: ``[..., K]``. own: ``[..., K]``, its probability under the distribution that it was drawn from.
-        most, entropy: ``[..., K]``, the largest probability of that distribution and its entropy in nats, both known before the token.
-        known: ``[..., F]``, any numbers that are known before the round, such as the time or what the text accepted so far.
-    """
-
-    token: Tensor
-    own: Tensor
-    most: Tensor
-    entropy: Tensor
-    known: Tensor | None = None
-
-    @staticmethod
-    def of(q: Tensor, token: Tensor, known: Tensor | None = None) -> Drafted:
-        """From distributions ``[..., K, V]`` and tokens ``[..., K]``."""
-        own = q.gather(-1, token[..., None])[..., 0]
-        return Drafted(token, own, q.amax(-1), torch.special.entr(q).sum(-1), known)
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> Drafted:
-        """With every part changed."""
-        return Drafted(*(None if part is None else change(part) for part in self))  # type: ignore[arg-type]
-
+from specdec.drafts.stops import Drafted, Stops, as_stops, ends
 
 Policy = Callable[[Drafted], Tensor]
 
@@ -57,6 +31,24 @@ def after(go: Tensor) -> Tensor:
     Lawful for what is known when token j was drawn: ``after(seen.own > 0.3)``.
     """
     return before(torch.cat([torch.ones_like(go[..., :1]), go[..., :-1]], -1))
+
+
+def stopping(stop: Stops) -> Policy:
+    """The lengths that rules of ``drafts.stops`` give, each shown what was known when it was asked."""
+    stops = as_stops(stop)
+
+    def policy(seen: Drafted) -> Tensor:
+        length, on = (
+            torch.zeros_like(seen.token[..., 0]),
+            torch.ones_like(seen.token[..., 0], dtype=torch.bool),
+        )
+        for n in range(seen.token.shape[-1]):
+            on = on & ~ends(stops, "before", seen.first(n, n + 1))
+            length = length + on
+            on = on & ~ends(stops, "after", seen.first(n + 1, n + 1))
+        return length
+
+    return policy
 
 
 def check_policy(policy: Policy, seen: Drafted, seed: int = 0) -> Tensor:

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from specdec import tree
+from specdec.audit.lengths import before
+from specdec.drafts.model import Model
 from specdec.drafts.stateless import Stateless
+from specdec.drafts.stops import Drafted
 from specdec.executors.serial import Serial
 from specdec.rng import ACCEPT, BONUS, DRAFT, Key, Rng
 from specdec.sampling import Sampling
@@ -45,6 +48,17 @@ class LooksThenDrops(Stateless):
         token = rng.categorical(q, Key(context.length))
         size = torch.where(token == self.unwanted, 0, budget.clamp(max=1))
         return Proposal.chain(token[:, None], size, q[:, None], "sampled"), None
+
+
+class DropsUnsure(Model):
+    """Draws a chain, and drops the first token whose own probability is below 0.5, with all after it."""
+
+    def propose(self, state: Any, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, Any]:
+        made, state = super().propose(state, context, budget, rng)
+        if made.probs is not None:
+            own = Drafted.of(made.probs, made.tokens).own
+            made = replace(made, size=before(own > 0.5).minimum(made.size))
+        return made, state
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,11 +253,11 @@ class ForgetsNodes(Sampling):
 class AdvancedBySiblings(Sampling):
     """A grammar's state after a node is advanced by the node stored before it, whether or not that is its parent. What is committed is not checked."""
 
-    def _constrain(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
+    def constrained(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
         if proposal is not None:
             N = proposal.nodes
             proposal = replace(proposal, parents=torch.arange(-1, N - 1).expand(proposal.parents.shape))
-        return super()._constrain(logits, context, proposal, first)
+        return super().constrained(logits, context, proposal, first)
 
     def check_committed(self, context: Context, tokens: Tensor, count: Tensor, verifier: str) -> None:
         pass

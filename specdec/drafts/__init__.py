@@ -7,6 +7,7 @@ from specdec.drafts.magicdec.draft import MagicDec
 from specdec.drafts.model import Model
 from specdec.drafts.ngram import NGram
 from specdec.drafts.none import NoDraft
+from specdec.drafts.paced import Paced
 from specdec.drafts.pool import Pool
 from specdec.drafts.recycling import Recycling
 from specdec.drafts.retrieval import Corpus, Retrieval
@@ -26,6 +27,7 @@ __all__ = [
     "Model",
     "NGram",
     "NoDraft",
+    "Paced",
     "Pool",
     "Recycling",
     "Retrieval",

@@ -12,6 +12,7 @@ from torch import Tensor
 from specdec.capabilities import DraftInfo
 from specdec.drafts.coerce import as_model
 from specdec.drafts.draw import ChainDraw
+from specdec.drafts.stops import Stops, as_stops
 from specdec.graphs import chain, windowed_chain
 from specdec.graphs.chain import Drawn
 from specdec.models.hf import HFModel
@@ -38,15 +39,19 @@ class Model:
             filled to the target's size.
         sampling: how the draft's tokens are drawn; ``None`` (the usual choice) takes the decoder's. In any case the
             proposal carries the distribution that was used, so the output keeps the target's distribution.
+        stop: rules that end a chain before ``length`` (``drafts.stops``): a rule, several, or a number for ``stops.Confidence``. Such a chain is
+            drawn token by token, since the host looks at every distribution.
     """
 
     model: LanguageModel
     sampling: Sampling | None = None
     vocab_size: int | None = None
     captured: Callable[..., Drawn | None] | None = field(default=None, repr=False, compare=False)
+    stop: Stops = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", as_model(self.model, "model"))
+        object.__setattr__(self, "stop", as_stops(self.stop))
 
     @property
     def info(self) -> DraftInfo:
@@ -54,7 +59,8 @@ class Model:
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Model:
         mine, size = sampling.for_draft(self.sampling), target.vocab_size
-        return replace(self, sampling=mine, vocab_size=size, captured=captured(self.model, mine, size))
+        fast = None if self.stop else captured(self.model, mine, size)
+        return replace(self, sampling=mine, vocab_size=size, captured=fast)
 
     def init(self, context: Context, target_cache: Any) -> ModelState:
         return self.prepare(self.empty(context), context, None)
@@ -76,12 +82,10 @@ class Model:
         if drawn is not None:
             proposal = drawn.proposal(budget)
         else:
-            draw = ChainDraw(context, budget, self.sampling or Sampling(), self.vocab_size)
-            uniform = int(budget.min()) == draw.length
-            for n in range(draw.length):
-                rows = None if uniform else (budget > n).nonzero()[:, 0]
-                start = n - 1 if n else None
-                scores = self.model.score(state.cache, text, draw.sofar, start=start, rows=rows)
+            draw = ChainDraw(context, budget, self.sampling or Sampling(), self.vocab_size, self.stop)
+            while not draw.done:
+                start = draw.count - 1 if draw.count else None
+                scores = self.model.score(state.cache, text, draw.sofar, start=start, rows=draw.rows)
                 draw.draw(scores.logits[:, 0], rng)
             proposal = draw.proposal()
         return proposal, ModelState(state.cache, proposal if proposal.nodes else None)

@@ -12,6 +12,7 @@ from specdec.cache.contiguous import SlotCache
 from specdec.cache.slots import Slots
 from specdec.cache.static import StaticStore
 from specdec.drafts.model import Model, ModelState
+from specdec.drafts.stops import why_stop
 from specdec.graphs.drafting import Drafting, Given, Side
 from specdec.graphs.programs import Programs
 from specdec.models.hf import HFModel
@@ -35,7 +36,11 @@ class ModelDrafting(Drafting):
         why = without_steps(model)
         if why is None and model.page is not None:
             return f"needs a draft's keys and values in slots, and its model has pages of {model.page} tokens"
-        return None if why is None else f"runs an HFModel with graphs=True, but the draft's model {why}"
+        return (
+            why_stop(draft.stop)
+            if why is None
+            else f"runs an HFModel with graphs=True, but the draft's model {why}"
+        )
 
     @staticmethod
     def modules(draft: Model) -> tuple[Iterable[nn.Module], object]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from specdec.cache.ring_cache import RingCache
 from specdec.cache.static import StaticStore
 from specdec.drafts.model import Model
+from specdec.drafts.stops import why_stop
 from specdec.drafts.whole_round import ModelDrafting
 from specdec.graphs.drafting import Drafting, Given
 from specdec.graphs.ring_plan import RingPlans
@@ -52,7 +53,7 @@ class WindowedDrafting(Drafting):
             return "runs models with graphs=True, but the draft's model has no graphs"
         if model.block < length:
             return f"draws chains of {length} tokens with block={length} or more, but the draft's model has block={model.block}"
-        return unknown(model)
+        return unknown(model) or why_stop(draft.stop)
 
     modules, memory = staticmethod(ModelDrafting.modules), staticmethod(ModelDrafting.memory)
     programs = staticmethod(ModelDrafting.programs)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from specdec.audit.between import between
 from specdec.audit.block import block_chances
-from specdec.audit.lengths import Drafted, Policy, check_policy
+from specdec.audit.lengths import Drafted, Policy, check_policy, stopping
 from specdec.audit.rounds import Efficiency, efficiency
 from specdec.drafts.spire import SpireModel
+from specdec.drafts.stops import Stop, Stops
 from specdec.lab.traces import Trace, digest, identity
 from specdec.models.hf import HFModel
 from specdec.models.table import TableModel
@@ -151,17 +152,24 @@ class Replay:
     def _ended(self) -> Tensor:
         return torch.tensor([text.ended for text in self.trace.texts])
 
-    def stopping(self, policy: Policy, name: str | None = None) -> Replay:
+    def stopping(self, policy: Policy | Stops, name: str | None = None) -> Replay:
         """The same draft with a length for every block, which a policy decides while drafting.
 
         Args:
-            policy: a function from ``audit.lengths.Drafted``, what the draft knows of each chain, to lengths 0 .. k, such as
-                ``lambda seen: lengths.before(seen.most > 0.4)``. name: for tables.
+            policy: rules, as ``drafts.Model(stop=...)`` takes them; or a function from ``audit.lengths.Drafted``, what the draft knows of each chain, to
+                lengths 0 .. k, such as ``lambda seen: lengths.before(seen.most > 0.4)``. name: for tables.
         Raises:
-            ValueError: trees were replayed; or the policy anticipates: it looks at a token and then drops it, which biases the output.
+            ValueError: trees were replayed; rules find no probabilities (temperature 0); or the policy anticipates: it looks at a token and then drops it,
+                which biases the output.
         """
         if not self.chains:
             raise ValueError("trees were replayed: a policy decides the lengths of chains")
+        if not callable(policy) or isinstance(policy, Stop):
+            if bool((self.most[self.q > 0] == 1).all()):
+                raise ValueError(
+                    "tokens were chosen without randomness, so the replay has no probabilities for a rule: replay drafts.Model(model, stop=...)"
+                )
+            policy = stopping(policy)
         C, n, k = self.q.shape
         ids = torch.zeros(C, n + k, dtype=torch.long)
         for c, text in enumerate(self.trace.texts):

@@ -77,9 +77,8 @@ def _assembled(model: Any, kind: Any, config: Any) -> Any:
     config.tie_word_embeddings = head is not None and head.weight is body.get_input_embeddings().weight
     with init_empty_weights(include_buffers=False):
         made = kind(config)
-    name = made.base_model_prefix
-    if type(getattr(made, name)) is type(body) and head is not None:
-        setattr(made, name, body)
+    if type(made.base_model) is type(body) and head is not None:
+        setattr(made, made.base_model_prefix, body)
         made.set_output_embeddings(head)
         made.config = body.config  # the one that all its modules read
         made.config.tie_word_embeddings, made.config.use_cache = config.tie_word_embeddings, config.use_cache

@@ -21,10 +21,10 @@ from specdec.testing.draft import SETTINGS, SUITE
 TARGET = sd.TableModel.random(6, order=2, seed=0, zeros=0.2)
 DRAFTS = parts(sd.drafts, "propose", "observe", "init", "select")
 del DRAFTS["TextMatch"]  # needs two tokenizers: tests/test_translated.py checks its contract
-SHARED = {"coerce", "draw", "hub", "siblings", "stateless"}  # what several drafts use
+SHARED = {"coerce", "draw", "hub", "siblings", "stateless", "stops"}  # what several drafts use
 SHARED |= {"translated"}  # which needs two tokenizers
 SHARED |= {"whole_round", "windowed_round"}  # what an executor uses
-KEEPERS = {"Cascade", "Model", "Tree"}  # have a cache in their state
+KEEPERS = {"Cascade", "Model", "Paced", "Tree"}  # have a cache in their state
 READERS = {"Head", "MagicDec", "Pool", "Recycling", "Spire"}  # a pool may hold such drafts
 
 

@@ -11,6 +11,7 @@ from specdec.arguments import number
 from specdec.drafts.draw import ChainDraw
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.slots import SlotAnchors
+from specdec.drafts.stops import Stops, as_stops
 from specdec.rng import Rng
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal
@@ -23,15 +24,18 @@ class Chain:
     Args:
         stop: a chain ends before the first token whose confidence is below this probability; 0: never. The head must estimate confidences,
             as DSpark does. The token has not been drawn by then, so the output stays exact.
+        rules: of ``drafts.stops``, which look at the head's distributions.
     Raises:
         ValueError: a probability outside 0 .. 1.
     """
 
     stop: float = 0.0
+    rules: Stops = ()
     trees = False
     longest = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", as_stops(self.rules))
         number("stop", self.stop)
         if not 0 <= self.stop <= 1:
             raise ValueError(f"stop is {self.stop}: give a probability")
@@ -58,7 +62,7 @@ class Chain:
         rng: Rng,
     ) -> Proposal:
         """As ``Grower.grow``."""
-        draw, known = ChainDraw(context, budget, sampling), given.shape[1]
+        draw, known = ChainDraw(context, budget, sampling, stop=self.rules), given.shape[1]
         token = given[:, 0]
         for n in range(known - 1 + draw.length):
             token = given[:, n] if n < known else token
@@ -70,4 +74,6 @@ class Chain:
                 if draw.done:
                     break
             token = draw.draw(head.widened(logits), rng)
+            if draw.done:
+                break
         return draw.proposal()

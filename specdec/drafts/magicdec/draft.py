@@ -14,6 +14,7 @@ from specdec.cache.ring import BLOCK
 from specdec.capabilities import DraftInfo
 from specdec.drafts.magicdec.view import View, ViewCache
 from specdec.drafts.model import Model, ModelState
+from specdec.drafts.stops import Stops, as_stops
 from specdec.masks import for_model, streaming
 from specdec.models.hf import HFModel
 from specdec.models.masked import Masked
@@ -49,6 +50,7 @@ class MagicDec:
         budget: entries that the pruner may choose, for every layer or for each (``pruning.budgets``); without a pruner nothing is chosen.
         block: the longest chain that can be proposed.
         sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
+        stop: as for ``Model``.
     Raises:
         TypeError: the pruner does not declare what it needs.
         ValueError: a window or a budget below 1, or a pruner with positions in the cache; in ``bind``, a pruner and a mask
@@ -67,8 +69,10 @@ class MagicDec:
     mask: Any = None
     view: View | None = field(default=None, repr=False)  # bind makes it
     draft: Model | None = field(default=None, repr=False)  # over the view
+    stop: Stops = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", as_stops(self.stop))
         streaming(self.window, self.sinks)
         at_least(1, "block", self.block, BLOCK)
         if self.mask is not None:
@@ -128,7 +132,9 @@ class MagicDec:
         extra = 0 if self.pruner is None else max(self._budgets(layers))
         view = View(target, mask, self.block, self.positions == "in_cache", extra)
         mine = sampling.for_draft(self.sampling)
-        return replace(self, sampling=mine, view=view, draft=Model(view, mine).bind(target, mine))
+        return replace(
+            self, sampling=mine, view=view, draft=Model(view, mine, stop=self.stop).bind(target, mine)
+        )
 
     def init(self, context: Context, target_cache: Any) -> MagicDecState:
         self.info.check_prompts(context.length.tolist())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from specdec.drafts.magicdec.draft import MagicDec
 from specdec.drafts.magicdec.rotation import turned
 from specdec.drafts.magicdec.view import View, ViewCache
+from specdec.drafts.stops import why_stop
 from specdec.drafts.windowed_round import WindowedDrafting, remember, unknown
 from specdec.graphs.drafting import Given, Passed
 from specdec.graphs.programs import Programs
@@ -40,7 +41,7 @@ class ViewDrafting(WindowedDrafting):
             return f"runs MagicDec without a pruner, but the draft's is {draft.pruner!r}"
         if view.steps is None:
             return f"runs MagicDec with masks that have a reach, but the draft's is {view.mask!r}"
-        return unknown(view)
+        return unknown(view) or why_stop(draft.stop)
 
     @staticmethod
     def modules(draft: Any) -> tuple[Iterable[nn.Module], object]:

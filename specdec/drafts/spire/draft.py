@@ -29,6 +29,7 @@ from specdec.drafts.spire.load import as_spire
 from specdec.drafts.spire.model import SpireModel
 from specdec.drafts.spire.steps import SpireSteps, remember
 from specdec.drafts.spire.unread import Committed, Unread
+from specdec.drafts.stops import Stops, as_stops
 from specdec.graphs.chain import Drawn
 from specdec.graphs.programs import Programs, capture_named
 from specdec.graphs.ring_chain import Shape, drawn
@@ -57,6 +58,7 @@ class Spire:
         sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
         graphs: whether a chain is captured as one CUDA graph, as for ``HFModel``.
         bf16_weights: whether steps on the CPU read bfloat16 copies of the draft's weights, as for ``HFModel``; ``None``: where they are exact.
+        stop: as for ``Model``.
     Raises:
         ValueError (in ``bind``): the target is another one, or has no activations to read; or graphs or copies of weights are not
             possible.
@@ -68,8 +70,10 @@ class Spire:
     graphs: bool | str = "auto"
     bf16_weights: bool | None = None
     programs: Programs | None = field(default=None, repr=False, compare=False)  # bind makes them
+    stop: Stops = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", as_stops(self.stop))
         object.__setattr__(self, "model", as_spire(self.model))
         at_least(1, "block", self.block, "a draft proposes at least 1 token")
         if self.bf16_weights and self.graphs not in (False, "auto"):
@@ -147,7 +151,7 @@ class Spire:
         self.check_length(N)
         rows = (budget > 0).nonzero()[:, 0]  # in a pool, rows of other drafts have no budget
         state = self._read(state, rows)
-        if self.programs is not None:
+        if self.programs is not None and not self.stop:
             chain = self._drawn(state.ring, context, budget, rng, sampling)
             if chain is not None:
                 return chain.proposal(budget), state
@@ -156,10 +160,10 @@ class Spire:
             (context.select(rows), budget[rows], rng.select(rows)) if some else (context, budget, rng)
         )
         step = SpireSteps(model, state.ring, text, N, rows)
-        draw = ChainDraw(text, mine, sampling)
+        draw = ChainDraw(text, mine, sampling, stop=self.stop)
         last = to_device(text.tokens.gather(1, text.length[:, None] - 1)[:, 0], model.device)
-        for n in range(N):
-            last = draw.draw(step(n, last), own)
+        while not draw.done:
+            last = draw.draw(step(draw.count, last), own)
         made = draw.proposal()
         return (made.spread(rows, B) if some else made), state
 

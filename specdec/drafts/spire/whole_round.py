@@ -13,6 +13,7 @@ from specdec.cache.static import StaticStore
 from specdec.drafts.spire.chain import forwards, write
 from specdec.drafts.spire.draft import Spire, SpireState
 from specdec.drafts.spire.model import SpireModel
+from specdec.drafts.stops import why_stop
 from specdec.graphs.drafting import Drafting, Given, Passed
 from specdec.graphs.programs import Programs
 from specdec.graphs.ring_plan import RingPlans
@@ -41,7 +42,7 @@ class SpireDrafting(Drafting):
         if model.vocab_size != target.vocab_size:
             return f"needs equal vocabularies, but the target has {target.vocab_size} tokens and the draft {model.vocab_size}"
         draft.check_length(length)
-        return None
+        return why_stop(draft.stop)
 
     @staticmethod
     def modules(draft: Spire) -> tuple[Iterable[nn.Module], object]:
