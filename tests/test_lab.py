@@ -211,7 +211,7 @@ def test_temperatures_of_requests_are_not_given_to_other_prompts():
         sd.decoder(target).sampling(each).build(),
         sd.decoder(target).sampling(temperature=1.0).draft(draft, 2).build(),
     ):
-        with pytest.raises(ValueError, match="one temperature, or batch=3"):
+        with pytest.raises(ValueError, match="give one for all, or batch=3"):
             decode(decoder, prompts, 2, 4, seed=5)
         made = decode(decoder, prompts, 3, 4, seed=5)
         assert made.ids == decoder.generate(prompts, 4, seed=[5, 6, 7], eos_token_id=()).ids
