@@ -4,12 +4,12 @@
     python recipes/train_head.py --target FOLDER_OR_HUB_ID --dataset answers.jsonl --output my-head
 
 PROMPTS is a file (.txt, .jsonl, .json, .csv, .parquet), a folder or a data set of the hub. --column names the column of the prompts, texts or lists of
-chat messages. The target continues a text, or the first --prompt-tokens of it. In a chat, the target writes every assistant's message again, each after
-its own earlier ones. OUTPUT gets a line for each answered prompt: `text`, or `messages` (train with --column messages), with `index`, its number in the
+chat messages. The target continues a text, or the first --prompt-tokens of it. In a chat, the target writes every answer to the user again, each after
+its own earlier ones, until --new-tokens cuts one. OUTPUT gets a line for each answered prompt: `text`, or `messages` (train with --column messages), with `index`, its number in the
 data set, `finish`, why the last answer ended (`eos` or `length`), and `tokens`, those generated. The same command continues an interrupted run.
 
---draft, a draft as in compare.py, makes it faster; the answers have the target's distribution, whatever it is. Prompts without anything to answer, and
-those that do not fit into the target's positions, are left out, and counted.
+--draft, a draft as in compare.py, makes it faster; the answers have the target's distribution, whatever it is. Prompts without anything to answer, chats with
+tools, and prompts that do not fit into the target's positions are left out, and counted.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from specdec.lab.documents import documents, messages
 from specdec.lab.loading import draft_part, load
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Recipe
+
+ROLES = ("system", "developer", "user", "assistant")
 
 
 @dataclass(frozen=True)
@@ -67,17 +69,21 @@ class Open:
                     tokenizer(entry, verbose=False)["input_ids"][:most], skip_special_tokens=True
                 )
             return Open(index, False, entry, deque()) if entry else None
-        one = Open(index, True, [], deque(messages(entry, tokenizer)))
+        turns = messages(entry, tokenizer)
+        if any(
+            turn["role"] not in ROLES for turn in turns
+        ):  # a tool's result answers a call of another model's
+            return None
+        one = Open(index, True, [], deque(turns))
         return one if one.ask() else None
 
     def ask(self) -> bool:
-        """Go on to the next message of the assistant, which is dropped, or to the end; whether there is a user's to answer."""
+        """Go on to the next message of the assistant's that answers the user, which is dropped, or to the end; whether there is a user's to answer."""
         while self.rest:
             turn = self.rest.popleft()
-            if turn["role"] != "assistant":
-                self.said.append(turn)
-            elif self.said and self.said[-1]["role"] == "user":
+            if turn["role"] == "assistant" and self.said and self.said[-1]["role"] == "user":
                 return True
+            self.said.append(turn)
         return bool(self.said) and self.said[-1]["role"] == "user"
 
     def answered(self, text: str, finish: str, tokens: int) -> bool:
@@ -88,7 +94,7 @@ class Open:
             return False
         self.said.append({"role": "assistant", "content": text})
         before = len(self.said)
-        if self.ask():
+        if finish == "eos" and self.ask():  # nobody goes on after half an answer
             return True
         del self.said[before:]  # what nobody answers
         return False

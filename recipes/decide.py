@@ -84,14 +84,33 @@ def decoders(s: Settings, target: Any) -> dict[str, sd.Decoder]:
         draft = UNTRAINED[given]() if given in UNTRAINED else as_draft(given, name, target.device, target)
         longest = DraftInfo.of(draft).longest
         for k in sorted({k if longest is None else min(k, longest) for k in s.k}):
-            made[f"{name}/{k}"] = base.draft(draft, length=k).build()
+            try:
+                made[f"{name}/{k}"] = base.draft(draft, length=k).build()
+            except ValueError as refused:  # this draft, or this length of it
+                progress(f"{name}/{k} is left out: {refused}", stays=True)
         trees = [nodes for nodes in s.trees if nodes and target.supports_trees]
         for way in Contender(name, draft, 0, None, max(s.k)).trees(trees):
             made[way.label] = base.draft(way.draft, length=way.longest).build()
     return made
 
 
+def check(s: Settings) -> None:
+    """Refuse settings that need no model to be wrong."""
+    names = [spec.partition("=")[0] for spec in s.drafts]
+    wrong = [name for name in names if not name or name == PLAIN or names.count(name) > 1]
+    if wrong:
+        raise SystemExit(
+            f"--drafts: the name {wrong[0]!r} is empty, plain decoding's, or there twice: give NAME=DRAFT"
+        )
+    if s.repeats < 2:
+        raise SystemExit(f"--repeats {s.repeats}: one run of each shows no winner: give at least 2, better 6")
+    for k in s.k:
+        if k < 1:
+            raise SystemExit(f"--k {k}: give lengths of at least 1")
+
+
 def main(s: Settings) -> Live:
+    check(s)
     s.begin()
     with short_errors():
         target = sd.decoder(s.target).build().target

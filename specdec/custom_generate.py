@@ -31,6 +31,7 @@ from transformers.generation.stopping_criteria import ConfidenceCriteria, EosTok
 
 from specdec.configs import setting
 from specdec.generation import Generation
+from specdec.models.text_only import multimodal
 from specdec.prompts import unpadded
 from specdec.sampling import Sampling
 from specdec.types import Round
@@ -142,6 +143,10 @@ class CustomGenerate:
         if config is None:
             raise TypeError(
                 "generation_config is missing: call model.generate(..., custom_generate=decoder.as_generate())"
+            )
+        if model is not self.decoder.target.model and multimodal(model.config):
+            raise ValueError(
+                "model is multimodal, and the decoder's target is its language model: call decoder.target.model.generate(...), without images"
             )
         if model is not self.decoder.target.model:
             raise ValueError(

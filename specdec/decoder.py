@@ -216,7 +216,8 @@ class Decoder(Composition):
             admission: in which order requests that wait join (``serving.ByKind``); ``None``: first come, first served. The order changes no
                 text (as above).
             own_temperatures: requests may have a ``temperature`` of their own; those without have the decoder's. Refused under ``Ahead``, with drafts in
-                another process, and where the decoder has temperatures by number. own_grammars: likewise a ``grammar``.
+                another process, and where the decoder has temperatures by number. own_grammars: likewise a ``grammar``; one
+                that raises, or allows no token, ends the stream.
         Raises:
             ValueError: at once, for a part that cannot take in rows during a run, an executor other than ``Serial``, ``Ahead`` and
                 ``Pipelined``, an invalid limit, clock, capacity, seed or stop, or a list of requests out of order; on its arrival, for

@@ -87,7 +87,20 @@ def test_texts_are_continued_and_a_run_goes_on(recipe, place, tmp_path, capsys):
 
 def test_every_assistants_turn_is_answered_after_the_earlier_ones(recipe, place, tmp_path):
     alone = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "old"}]
-    s = settings(recipe, place, tmp_path, [TALK, [{"role": "system", "content": "s"}], alone], seed=3)
+    talks = [TALK, [{"role": "system", "content": "s"}], alone]
+    s = settings(recipe, place, tmp_path, talks, seed=3)
+    recipe.main(s)
+    cut = lines(s)[0]
+    assert (cut["finish"], [m["role"] for m in cut["messages"]]) == (
+        "length",
+        ["system", "user", "assistant"],
+    )
+    model = tiny("llama")
+    model.generation_config.eos_token_id = list(range(0, 96, 2))  # so that answers end
+    model.save_pretrained(tmp_path / "target")
+    sd.HFModel.from_pretrained(place).tokenizer.save_pretrained(tmp_path / "target")
+    place = tmp_path / "target"
+    s = settings(recipe, place, tmp_path, talks, seed=3, new_tokens=60, output=str(tmp_path / "more.jsonl"))
     recipe.main(s)
     made = lines(s)
     assert sorted(made) == [0, 2]
@@ -97,10 +110,19 @@ def test_every_assistants_turn_is_answered_after_the_earlier_ones(recipe, place,
     plain = sd.decoder(sd.HFModel.from_pretrained(place)).build()
     for n in (2, 4):
         seed = 3 * 1_000_003 * 1_009 + n // 2 - 1
-        (one,) = plain.serve([sd.Request(said[:n], 6, seed=seed)])
-        assert said[n]["content"] == one.text
-    assert made[0]["tokens"] == 12
+        (one,) = plain.serve([sd.Request(said[:n], 60, seed=seed)])
+        assert (said[n]["content"], one.finish) == (one.text, "eos")
     assert said in list(documents(s.output, "messages"))  # as recipes that train read it
+
+
+def test_greetings_stay_and_tools_are_left_out(recipe, place, tmp_path):
+    greeted = [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "a"}]
+    tools = [{"role": "user", "content": "a"}, {"role": "tool", "content": "42"}]
+    s = settings(recipe, place, tmp_path, [tools, greeted])
+    recipe.main(s)
+    assert sorted(lines(s)) == [1]
+    assert lines(s)[1]["messages"][:2] == greeted
+    assert len(lines(s)[1]["messages"]) == 3
 
 
 def test_the_first_tokens_are_the_prompt(recipe, place, tmp_path):

@@ -36,6 +36,14 @@ def test_every_draft_is_tried_with_every_length_and_heads_with_trees(recipe, tar
     assert made["pocket-medusa/2"].length == 2
 
 
+def test_a_draft_that_refuses_is_left_out(recipe, target, capsys):
+    s = recipe.Settings(drafts=("spire=pocket-spire", "words=pocket-words", "ngram"), k=(2, 16), trees=(0,))
+    assert list(recipe.decoders(s, target)) == ["plain", "spire/2", "ngram/2", "ngram/16"]
+    said = capsys.readouterr().err
+    assert "spire/16 is left out: " in said
+    assert "words/2 is left out: target and draft have different tokenizers" in said
+
+
 def test_prompts_of_one_source_are_in_one_half(recipe, target, tmp_path):
     file = tmp_path / "prompts.jsonl"
     rows = [{"prompt": f"text {n}", "source": source} for n, source in enumerate("abac")]
@@ -91,7 +99,10 @@ def test_the_fastest_is_measured_again_on_other_prompts(recipe, tmp_path, capsys
         ({"drafts": ("nowhere",)}, "nowhere"),
         ({"temperature": -1.0}, "temperature"),
         ({"repeats": 0}, "repeats"),
-        ({"k": (0,)}, "length"),
+        ({"repeats": 1}, "--repeats 1: one run of each"),
+        ({"k": (0,)}, "--k 0: give lengths"),
+        ({"drafts": ("a=ngram", "a=suffix")}, "the name 'a' is"),
+        ({"drafts": ("=ngram",)}, "the name '' is"),
     ],
 )
 def test_bad_settings_end_it(changes, message, recipe):

@@ -440,3 +440,21 @@ class OwnScores(sd.Sampling):
 def test_a_subclass_of_sampling_keeps_the_grammar():
     decoder = BASE.draft(CHAIN, 2).sampling(OwnScores(grammar=Table(((0, 0, -1, -1),)))).build()
     assert set(decoder.generate([[3]], 12, seed=0).ids[0]) == {1}
+
+
+@pytest.mark.parametrize("draft", ["chain", "tree"])
+def test_a_node_of_which_processors_leave_nothing_ends_no_text(draft):
+    """The grammar wants 3 after a 2, a processor bans 3, and the draft likes 2, which the target never takes."""
+    likes = torch.tensor([[0.0, 1.0, 0.0, 0.0]] * 4), torch.tensor([[0.0, 0.1, 0.9, 0.0]] * 4)
+    target, small = (sd.models.TableModel((p * 0.96 + 0.01).double()) for p in likes)
+    grammar = Table(((0, 0, 1, 0), (-1, -1, -1, 0)))
+
+    def ban(ids, scores):
+        scores[:, 3] = -torch.inf
+        return scores
+
+    part = sd.drafts.Model(small) if draft == "chain" else sd.drafts.Tree(small, (2, 1, 1))
+    base = sd.decoder(target).sampling(temperature=0.0, processors=(ban,), grammar=grammar)
+    plain = base.build().generate([[0], [1, 0]], 6).ids
+    assert plain == [[1] * 6] * 2
+    assert base.draft(part, 3).build().generate([[0], [1, 0]], 6).ids == plain

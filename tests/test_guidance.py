@@ -136,3 +136,23 @@ def test_what_is_wrong_is_refused(target):
     )
     with pytest.raises(ValueError, match=r"request 0.*made for another tokenizer"):
         next(stream)
+
+
+@pytest.mark.parametrize("whitespace", [True, False])
+@pytest.mark.parametrize(
+    ("schema", "kind", "message"),
+    [
+        (True, TypeError, "schema is True: give an object"),
+        ("true", TypeError, "schema is True: give an object"),
+        ("{bad", ValueError, "schema is no JSON"),
+    ],
+)
+def test_what_is_no_schema_is_named(schema, kind, message, whitespace, target):
+    with pytest.raises(kind, match=message):
+        sd.grammars.json_schema(schema, target.tokenizer, whitespace=whitespace)
+
+
+@pytest.mark.parametrize("ends", [-1, 10**7])
+def test_end_tokens_are_the_tokenizers(ends, target):
+    with pytest.raises(ValueError, match=f"end_ids has {ends}: give ids of the tokenizer"):
+        sd.grammars.regex("a", target.tokenizer, end_ids=ends)

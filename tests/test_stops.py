@@ -234,3 +234,16 @@ def test_what_is_no_rule_is_refused():
         sd.decoder(FIRST).draft(Model(SMALL, stop=Rule("after", lambda seen: seen.own < 1))).generate(
             [[0, 2]], 4
         )
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: Rule("befor", lambda seen: seen), ValueError, "when is 'befor': give 'before' or 'after'"),
+        (lambda: Rule("after", None), TypeError, "rule is None: give a function"),
+        (lambda: Chain(stop=MaxProb(0.4)), TypeError, "are given as rules="),
+    ],
+)
+def test_what_is_no_rule_is_named(make, kind, message):
+    with pytest.raises(kind, match=message):
+        make()

@@ -111,12 +111,30 @@ def test_text_is_what_the_whole_model_writes(family):
     assert decoder.generate([PROMPT], 16, eos_token_id=()).ids[0] == changed
 
 
+@pytest.mark.parametrize(
+    "family", ["mistral3", "qwen3_vl"]
+)  # with the whole model's modules, and with others
+def test_the_model_stays_the_users(family):
+    model = seeing(family).requires_grad_(False)
+    decoder = sd.decoder(torch.compile(model, backend="eager")).greedy().build()
+    assert not any(p.requires_grad for p in model.parameters())
+    model.generation_config.eos_token_id = [2, 77]
+    assert decoder.target.eos_token_ids == (2, 77)
+    with pytest.raises(ValueError, match=r"call decoder\.target\.model\.generate"):
+        model.generate(torch.tensor([PROMPT]), max_new_tokens=4, custom_generate=decoder.as_generate())
+    own = decoder.target.model.generate(
+        torch.tensor([PROMPT]), max_new_tokens=4, custom_generate=decoder.as_generate()
+    )
+    assert own[0, len(PROMPT) :].tolist() == decoder.generate([PROMPT], 4).ids[0]
+
+
 @pytest.mark.parametrize("family", ["gemma3", "mistral3"])  # loaded by AutoModelForCausalLM, and not by it
 def test_a_folder_is_loaded_and_a_decoder_saved(family, tmp_path):
     model = seeing(family, torch.float32)
     model.save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     target = sd.HFModel.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert target.model.name_or_path == str(tmp_path / "model")
     sizes = {p.numel() for p in target.model.parameters()}
     assert sum(sizes) < sum(p.numel() for p in model.parameters())  # the part that sees is gone
     decoder = sd.decoder(target).draft(sd.drafts.NGram(), 3).greedy().build()

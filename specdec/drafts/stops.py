@@ -21,7 +21,7 @@ When = Literal["before", "after"]
 class Drafted(NamedTuple):
     """What a draft knows of a chain of K tokens, drawn one after another.
 
-    While it draws, rules see n columns after n draws; before a draw ``most`` and ``entropy`` have one more, which is the next token's. At temperature 0 they
+    Before draw n + 1, rules see n columns of ``token`` and ``own``, and n + 1 of ``most`` and ``entropy``; after it, n + 1 of all. At temperature 0 they
     see the softmax of the scores whose largest one is taken.
 
     Attributes:
@@ -74,10 +74,16 @@ Stops = float | Stop | Sequence[Stop] | None
 
 @dataclass(frozen=True)
 class Rule:
-    """A function of yours: ``Rule("after", lambda seen: seen.own.prod(-1) < 0.3)``."""
+    """A function of yours: ``Rule("after", lambda seen: seen.own.prod(-1) < 0.3)``. Before the first token, ``own`` and ``token`` have no columns."""
 
     when: When
     rule: Callable[[Drafted], Tensor]
+
+    def __post_init__(self) -> None:
+        if self.when not in ("before", "after"):
+            raise ValueError(f"when is {self.when!r}: give 'before' or 'after'")
+        if not callable(self.rule):
+            raise TypeError(f"rule is {self.rule!r}: give a function of what is seen")
 
     def __call__(self, seen: Drafted) -> Tensor:
         return self.rule(seen)

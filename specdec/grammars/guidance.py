@@ -52,6 +52,10 @@ class LLGuidance:
             ends = (self.tokenizer.eos_token_id,)
         for token in ends:
             whole("end_ids, of one,", token)
+            if not 0 <= token < len(self.tokenizer):
+                raise ValueError(
+                    f"end_ids has {token}: give ids of the tokenizer, 0 to {len(self.tokenizer) - 1}"
+                )
         object.__setattr__(self, "end_ids", tuple(ends))
         if not ends:
             raise ValueError("the tokenizer has no eos_token, with which a text would end: give end_ids=")
@@ -116,12 +120,16 @@ def json_schema(
     Raises:
         ImportError, TypeError, ValueError: as for ``LLGuidance``.
     """
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"schema is no JSON ({error}): give a JSON schema") from None
+    if not isinstance(schema, Mapping):
+        raise TypeError(f"schema is {schema!r}: give an object, such as {{'type': 'object'}}")
     if not whitespace:
-        schema = json.loads(schema) if isinstance(schema, str) else schema
-        options = {"whitespace_flexible": False, **schema.get("x-guidance", {})}
-        schema = {**schema, "x-guidance": options}
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    return LLGuidance("json_schema", text, tokenizer, _ends(end_ids))
+        schema = {**schema, "x-guidance": {"whitespace_flexible": False, **(schema.get("x-guidance") or {})}}
+    return LLGuidance("json_schema", json.dumps(schema), tokenizer, _ends(end_ids))
 
 
 def regex(pattern: str, tokenizer: Any, end_ids: int | Iterable[int] = ()) -> LLGuidance:

@@ -52,7 +52,8 @@ def constrained(
     """``logits [B, R, V]`` without the tokens that the rows' grammars forbid; row r belongs to node ``first + r`` (-1: no node).
 
     What follows a token that is not allowed, an end token, or a text that the grammar cannot continue keeps its logits: no lossless verifier
-    accepts the first, a row ends at the second, and ``check_committed`` refuses the third.
+    accepts the first, a row ends at the second, and ``check_committed`` refuses the third. So does a node of which logits that are -inf already leave
+    nothing: a text need not get there.
     """
     B, R, V = logits.shape
     tokens = parents = size = None
@@ -75,11 +76,14 @@ def constrained(
     for row, forbidden in zip(packed, found):
         row[: len(forbidden)] = forbidden
     masks = torch.from_numpy(unpacked(packed, V))
-    if len(at) == B * R:
-        return logits.masked_fill(to_device(masks.view(B, R, V), logits.device), -torch.inf)
-    all_rows = torch.zeros(B * R, V, dtype=torch.bool)
-    all_rows[at] = masks
-    return logits.masked_fill(to_device(all_rows.view(B, R, V), logits.device), -torch.inf)
+    if len(at) < B * R:
+        all_rows = torch.zeros(B * R, V, dtype=torch.bool)
+        all_rows[at] = masks
+        masks = all_rows
+    made = logits.masked_fill(to_device(masks.view(B, R, V), logits.device), -torch.inf)
+    nothing = made.amax(-1) == -torch.inf  # processors took what the grammar allows
+    nothing[:, : max(-first, 0)] = False  # the text itself: its row has no distribution
+    return logits.where(nothing[..., None], made)
 
 
 def check_committed(grammar: Any, context: Context, tokens: Tensor, count: Tensor, verifier: str) -> None:

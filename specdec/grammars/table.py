@@ -20,17 +20,21 @@ class Table:
         rows: the next states, one row for each state with one entry for each token. An entry of an end token is only compared with -1.
         end_ids: tokens that end a text.
     Raises:
-        TypeError: an entry is no whole number. ValueError: there are no rows, they differ in length, or a state does not exist.
+        TypeError: an entry or an end token is no whole number. ValueError: there are no rows, they differ in length, or a state does not exist.
     """
 
     rows: tuple[tuple[int, ...], ...]
     end_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rows, Iterable) or not all(isinstance(row, Iterable) for row in self.rows):
+            raise TypeError(f"rows is {self.rows!r}: give a row of next states for each state")
         rows = tuple(map(tuple, self.rows))
         object.__setattr__(self, "rows", rows)
         ends = self.end_ids if isinstance(self.end_ids, Iterable) else (self.end_ids,)
         object.__setattr__(self, "end_ids", tuple(ends))
+        for token in self.end_ids:
+            whole("end_ids, of one,", token)
         if not rows or len({len(row) for row in rows}) > 1:
             raise ValueError(
                 f"rows has lengths {[len(row) for row in rows]}: give at least one state, and one entry for each token in every row"

@@ -18,7 +18,7 @@ TWINS = {
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), "qwen2"),
     **{"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"},
 }
-"""Language models without a causal LM of their own that compute, for text, what another family does: their three axes of positions are then one."""
+"""Language models without a causal LM of their own. Their positions have three axes, which are equal for text, so they compute what these families do."""
 
 
 def multimodal(config: Any) -> bool:
@@ -36,6 +36,7 @@ def text_only(model: Any) -> PreTrainedModel:
     Raises:
         TypeError: it is no multimodal model. UnsupportedModel: transformers has no causal LM of this language model, or the two forwards differ.
     """
+    model = setting(model, "_orig_mod") or model  # torch.compile's wrapper
     if not isinstance(model, PreTrainedModel) or not multimodal(model.config):
         raise TypeError(
             f"model is a {type(model).__name__}: give a multimodal model of transformers, a ...ForConditionalGeneration"
@@ -84,7 +85,7 @@ def _assembled(model: Any, kind: Any, config: Any) -> Any:
         made.config.tie_word_embeddings, made.config.use_cache = config.tie_word_embeddings, config.use_cache
     else:
         _assign(model, made, body, head)
-    made.generation_config = copy.deepcopy(model.generation_config)
+    made.generation_config, made.name_or_path = model.generation_config, model.name_or_path
     return made.eval()
 
 
@@ -95,6 +96,8 @@ def _assign(model: Any, made: Any, body: Any, head: Any) -> None:
     inside = f"{made.base_model_prefix}."
     tensors = {inside + name: tensor for name, tensor in [*body.named_parameters(), *body.named_buffers()]}
     tensors |= {} if head is None else {f"{place}.{name}": p for name, p in head.named_parameters()}
+    for name, p in made.named_parameters():  # torch gives the parameters that it assigns this flag
+        p.requires_grad_(tensors[name].requires_grad if name in tensors else False)
     try:
         made.load_state_dict({name: tensors[name] for name in made.state_dict()}, assign=True)
     except (KeyError, RuntimeError) as error:

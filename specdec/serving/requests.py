@@ -31,7 +31,7 @@ class Request:
         on_chunk: called with a ``StreamChunk`` after every round that commits tokens of this request: ``row`` is its number in the stream, and
             ``finish`` is set in its last chunk. The texts joined are ``Finished.text``. A request that never started has no chunks.
     Raises:
-        TypeError: the arrival, the seed or the temperature is no number, ``grammar`` none, or ``cancelled`` or ``on_chunk`` no function. ValueError: the arrival is negative or infinite, or
+        TypeError: the arrival, the seed or the temperature is no number, ``grammar`` is no grammar, or ``cancelled`` or ``on_chunk`` is no function. ValueError: the arrival is negative or infinite, or
             the temperature out of range.
     """
 

@@ -36,7 +36,7 @@ class Chain:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", as_stops(self.rules))
-        number("stop", self.stop)
+        number("stop", self.stop, " (rules of drafts.stops are given as rules=)")
         if not 0 <= self.stop <= 1:
             raise ValueError(f"stop is {self.stop}: give a probability")
 

@@ -85,7 +85,7 @@ class Head:
         sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
         bf16_weights: whether products on the CPU read bfloat16 copies of the weights of a float32 head, as for ``HFModel``; ``None``: where they
             are exact, part by part.
-        graphs: whether a chain is captured as one CUDA graph, as for ``HFModel``; trees and chains with a ``stop`` are not.
+        graphs: whether a chain is captured as one CUDA graph, as for ``HFModel``; trees and chains with a ``stop`` or ``rules`` are not.
     Raises:
         ValueError: ``tree`` cannot draw from this head; in ``bind``: the target is another one, or has no activations to read; graphs or copies
             of weights are not possible.
