@@ -30,8 +30,8 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import ConfidenceCriteria, EosTokenCriteria, MaxLengthCriteria
 
 from specdec.configs import setting
+from specdec.forward.families import multimodal
 from specdec.generation import Generation
-from specdec.models.text_only import multimodal
 from specdec.prompts import unpadded
 from specdec.sampling import Sampling
 from specdec.types import Round
@@ -144,11 +144,11 @@ class CustomGenerate:
             raise TypeError(
                 "generation_config is missing: call model.generate(..., custom_generate=decoder.as_generate())"
             )
-        if model is not self.decoder.target.model and multimodal(model.config):
-            raise ValueError(
-                "model is multimodal, and the decoder's target is its language model: call decoder.target.model.generate(...), without images"
-            )
         if model is not self.decoder.target.model:
+            if multimodal(model.config):
+                raise ValueError(
+                    "model is multimodal, and a decoder's target is a language model: call decoder.target.model.generate(...), without images"
+                )
             raise ValueError(
                 f"the decoder's target is another {type(model).__name__} than the model whose generate was called: compose sd.decoder(model)"
             )

@@ -330,7 +330,7 @@ class Sampling:
             logits = self._process(logits, context, proposal, first)
         if self.grammar is not None:
             self.check_requests(int(context.request.max()) if context.batch else 0)
-            logits = masks.constrained(self.grammar, logits, context, proposal, first)
+            logits = masks.constrained(self.grammar, logits, context, proposal, first, bool(self.processors))
         return logits
 
     def _process(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:

@@ -6,11 +6,23 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 from one_process import each
 
 ROOT = Path(__file__).parents[1]
+
+
+@contextmanager
+def imported(name):
+    """A recipe as a module."""
+    sys.path.insert(0, str(ROOT / "recipes"))
+    try:
+        yield import_module(name)
+    finally:
+        sys.path.remove(str(ROOT / "recipes"))
 
 
 def run(*words, timeout=300):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
-from recipe_runs import ROOT, report
+from recipe_runs import imported, report
 from tiny import byte_tokenizer, tiny
 
 import specdec as sd
@@ -28,11 +27,8 @@ TALK = [
 
 @pytest.fixture(scope="module")
 def recipe():
-    sys.path.insert(0, str(ROOT / "recipes"))
-    import answers
-
-    yield answers
-    sys.path.remove(str(ROOT / "recipes"))
+    with imported("answers") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")

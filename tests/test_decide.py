@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
-from recipe_runs import ROOT, report
+from recipe_runs import imported, report
 
 import specdec as sd
 from specdec import zoo
@@ -14,11 +13,8 @@ from specdec import zoo
 
 @pytest.fixture(scope="module")
 def recipe():
-    sys.path.insert(0, str(ROOT / "recipes"))
-    import decide
-
-    yield decide
-    sys.path.remove(str(ROOT / "recipes"))
+    with imported("decide") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")

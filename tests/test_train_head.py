@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from functools import partial
 
 import pytest
 import torch
-from recipe_runs import ROOT, quick, report
+from recipe_runs import imported, quick, report
 from tiny import byte_tokenizer, tiny
 from tiny_states import stateful
 
@@ -28,11 +27,8 @@ WORDS = {"length": 32, "tokens": 0.001, "validation": 4, "batch": 4, "validation
 
 @pytest.fixture(scope="module")
 def recipe():
-    sys.path.insert(0, str(ROOT / "recipes"))
-    import train_head
-
-    yield train_head
-    sys.path.remove(str(ROOT / "recipes"))
+    with imported("train_head") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")

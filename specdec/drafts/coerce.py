@@ -12,12 +12,13 @@ from transformers import PreTrainedModel
 
 from specdec.configs import setting
 from specdec.drafts.spire.load import is_spire
+from specdec.forward.families import multimodal
 from specdec.models.check import Loading, Options
 from specdec.models.hf import HFModel
 from specdec.models.load import load, load_tokenizer, resolve
 from specdec.models.own_cache import OWN_CACHE, OwnCache
 from specdec.models.reduced_vocab import TrimmedModel
-from specdec.models.text_only import multimodal, text_only
+from specdec.models.text_only import text_only
 from specdec.protocols import LanguageModel
 from specdec.pruning.vocabulary import Trimmed
 from specdec.zoo import files as zoo

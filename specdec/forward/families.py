@@ -9,8 +9,8 @@ from specdec.configs import setting
 
 _DENSE = (
     "apertus arcee biogpt bitnet cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3_text gemma4_text gemma4_unified_text glm glm4 gpt2 "
-    "gpt_bigcode gpt_neox granite granite_swa helium hunyuan_v1_dense hyperclovax internlm3 iquestcoder jais2 llama ministral ministral3 mistral modernbert-decoder "
-    "nanochat nemotron olmo olmo2 olmo3 opt persimmon phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2 vaultgemma"
+    "gpt_bigcode gpt_neox granite granite_swa helium hunyuan_v1_dense hyperclovax internlm3 iquestcoder jais2 llama ministral ministral3 "
+    "mistral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 opt persimmon phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2 vaultgemma"
 )
 _EXPERTS = (
     "afmoe aria_text cohere2_moe dbrx dots1 ernie4_5_moe exaone_moe flex_olmo flint glm4_moe gpt_oss granitemoe granitemoe_swa "
@@ -124,18 +124,21 @@ def own_cache(config: Any) -> bool:
     return config.model_type in OWN_CACHE
 
 
+def multimodal(config: Any) -> bool:
+    """Whether a model takes images or sounds, too, by its config."""
+    return setting(config, "vision_config", "audio_config", "vision_tower_config") is not None
+
+
 def _check_kind(config: Any) -> None:
     family = config.model_type
     if setting(config, "is_encoder_decoder"):
         raise refuse(family, "it is an encoder-decoder; only decoder-only language models are run")
-    if setting(config, "vision_config", "audio_config") is not None:
+    if multimodal(config):
         raise refuse(
             family, "it is multimodal: give models.text_only(model), its language model", other=False
         )
-    if setting(config, "use_bidirectional_attention") in (
-        True,
-        "all",
-    ):  # "vision": between an image's patches
+    attends = setting(config, "use_bidirectional_attention")
+    if attends in (True, "all"):  # "vision": only the patches of an image, to each other
         raise refuse(family, "this one attends in both directions")
 
 

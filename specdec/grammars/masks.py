@@ -47,13 +47,20 @@ def every(grammar: Any) -> Iterator[Tracker]:
 
 
 def constrained(
-    grammar: Any, logits: Tensor, context: Context, proposal: Proposal | None, first: int = -1
+    grammar: Any,
+    logits: Tensor,
+    context: Context,
+    proposal: Proposal | None,
+    first: int = -1,
+    processed: bool = False,
 ) -> Tensor:
     """``logits [B, R, V]`` without the tokens that the rows' grammars forbid; row r belongs to node ``first + r`` (-1: no node).
 
+    ``processed``: whether processors may have taken tokens already.
+
     What follows a token that is not allowed, an end token, or a text that the grammar cannot continue keeps its logits: no lossless verifier
-    accepts the first, a row ends at the second, and ``check_committed`` refuses the third. So does a node of which logits that are -inf already leave
-    nothing: a text need not get there.
+    accepts the first, a row ends at the second, and ``check_committed`` refuses the third. A node keeps its logits, too, if processors have taken all that
+    its grammar allows: a text need not get there.
     """
     B, R, V = logits.shape
     tokens = parents = size = None
@@ -81,6 +88,8 @@ def constrained(
         all_rows[at] = masks
         masks = all_rows
     made = logits.masked_fill(to_device(masks.view(B, R, V), logits.device), -torch.inf)
+    if not processed:
+        return made
     nothing = made.amax(-1) == -torch.inf  # processors took what the grammar allows
     nothing[:, : max(-first, 0)] = False  # the text itself: its row has no distribution
     return logits.where(nothing[..., None], made)

@@ -17,7 +17,8 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 
-from specdec.models.text_only import multimodal, text_only
+from specdec.forward.families import multimodal
+from specdec.models.text_only import text_only
 from specdec.zoo import files as zoo
 
 _SECONDS = 10.0  # how long the hub may take to answer

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 
 from specdec.configs import setting
-from specdec.forward.families import refuse
+from specdec.forward.families import multimodal, refuse
 from specdec.models.clone import structural_clone
 
 TWINS = {
@@ -19,12 +19,6 @@ TWINS = {
     **{"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"},
 }
 """Language models without a causal LM of their own. Their positions have three axes, which are equal for text, so they compute what these families do."""
-
-
-def multimodal(config: Any) -> bool:
-    """Whether a model's config is one of several kinds of input, with a config for its texts."""
-    parts = setting(config, "vision_config", "audio_config", "vision_tower_config")
-    return parts is not None and config.get_text_config(decoder=True) is not config
 
 
 def text_only(model: Any) -> PreTrainedModel:
@@ -42,6 +36,8 @@ def text_only(model: Any) -> PreTrainedModel:
             f"model is a {type(model).__name__}: give a multimodal model of transformers, a ...ForConditionalGeneration"
         )
     family, text = model.config.model_type, model.config.get_text_config(decoder=True)
+    if text is model.config:
+        raise refuse(family, "it is multimodal, and its config has none of a language model", other=False)
     twin = TWINS.get(text.model_type)
     config = copy.deepcopy(text) if twin is None else _translated(text, twin)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
