@@ -31,7 +31,8 @@ from specdec.lab.loading import draft_part, load
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Recipe
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = {"system", "developer", "user", "assistant"}
+"""Of chats that can be answered again: a tool's result would answer a call that another model made."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,7 @@ class Open:
                 )
             return Open(index, False, entry, deque()) if entry else None
         turns = messages(entry, tokenizer)
-        if any(
-            turn["role"] not in ROLES for turn in turns
-        ):  # a tool's result answers a call of another model's
+        if {turn["role"] for turn in turns} - ROLES:
             return None
         one = Open(index, True, [], deque(turns))
         return one if one.ask() else None

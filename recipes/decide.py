@@ -114,6 +114,8 @@ def main(s: Settings) -> Live:
     s.begin()
     with short_errors():
         target = sd.decoder(s.target).build().target
+        if target.tokenizer is None:
+            raise SystemExit(f"--target {s.target}: it has no tokenizer: save one into its folder")
         learn, test = halves(s, target.tokenizer)
         made = decoders(s, target)
         found = sd.compare(made, learn, s.batches, s.repeats, s.new_tokens, PLAIN, s.seed)
@@ -144,15 +146,14 @@ def least(found: Live, batch: int) -> str:
 
 def verdict(row: dict[str, Any]) -> str:
     """What to use, by its rows beside plain decoding on prompts on which it was not chosen."""
-    if row["ratio_low"] is not None and row["ratio_low"] > 1:
+    if row["ratio_low"] > 1:
         return f"use {row['method']}, {said(row)} on other prompts"
     return f"{row['method']} may not be faster than plain decoding: {said(row)} on other prompts"
 
 
 def said(row: dict[str, Any]) -> str:
     """The speed over plain decoding."""
-    between = "" if row["ratio_low"] is None else f" [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}]"
-    return f"{row['ratio']:.2f}{between} x plain"
+    return f"{row['ratio']:.2f} [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}] x plain"
 
 
 if __name__ == "__main__":
