@@ -346,7 +346,7 @@ OTHERS = [
 
 
 # Families of which a Shape is refused, and families with matrices that it leaves out: at tiny sizes they are up to a tenth of the body.
-WITHOUT = {"dbrx", "jetmoe", "laguna", "mimo_v2_flash", *LATENT}
+WITHOUT = {"dbrx", "gemma4_text", "gemma4_unified_text", "jetmoe", "laguna", "mimo_v2_flash", *LATENT}
 NEARLY = {"afmoe": 0.1, "cohere": 0.01, "modernbert-decoder": 0.1, "qwen2_moe": 0.01}
 
 
@@ -429,6 +429,8 @@ def test_layers_of_a_draft():
 def test_errors_name_the_argument_and_the_remedy():
     method, target = paper.METHODS["spire"], paper.TARGET
     one = method.round(target, Load(1, 8))
+    two_layers = {"model_type": "odd", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+    uneven = {**tiny.FAMILIES["gemma4_unified_text"], "attention_k_eq_v": False}
     wrong = [
         (lambda: Load(0, 512), "batch is 0: give at least 1"),
         (lambda: Load(1, 0), "context is 0: give at least 1"),
@@ -471,10 +473,14 @@ def test_errors_name_the_argument_and_the_remedy():
         (lambda: Shape.of(AutoConfig.for_model("t5")), "not decoder-only"),
         (lambda: Shape.of(AutoConfig.for_model("bert")), "not decoder-only"),
         (
-            lambda: Shape.of(AutoConfig.for_model("gemma3n_text")),
+            lambda: Shape.of(SimpleNamespace(**two_layers, intermediate_size=[8, 16])),
             "intermediate_size .* not one number",
         ),
-        (lambda: Shape.of(AutoConfig.for_model("gemma4_text")), "head_dim differs from layer to layer"),
+        (lambda: Shape.of(AutoConfig.for_model("gemma4_text")), "every layer reads an embedding of its own"),
+        (
+            lambda: Shape.of(AutoConfig.for_model("gemma4_unified_text", **uneven)),
+            "head_dim differs from layer to layer",
+        ),
         (lambda: Shape.of(AutoConfig.for_model("jetmoe")), "its attention has experts too"),
         (lambda: Shape.of(AutoConfig.for_model("llama4_text")), "chunked_attention"),
     ]

@@ -93,6 +93,8 @@ UNEVEN = {
         "deepseek_v3",
         "dots1",
         "ernie4_5_moe",
+        "gemma4_text",
+        "gemma4_unified_text",
         "glm4_moe",
         "gpt_neox_japanese",
         "laguna",

@@ -24,6 +24,9 @@ _REFUSED_FIELDS = {
     "state_size": _STATE,
     "conv_L_cache": _STATE,
     "H_cycles": "its layers run several times",
+    "hidden_size_per_layer_input": "every layer reads an embedding of its own",
+    "num_kv_shared_layers": "some layers read the keys and values of others",
+    "attention_k_eq_v": "keys are values in some layers",
 }
 _REFUSED_FAMILIES = {
     "doge": "its experts are rows of a table",
