@@ -44,6 +44,7 @@ from specdec.training.sources import source_of
 from specdec.training.train import Settings as Training
 from specdec.training.train import Trained, train
 from specdec.training.validation import Judge
+from specdec.training.weights import lowered
 
 
 @dataclass(frozen=True)
@@ -189,8 +190,10 @@ def fit(s: Settings) -> tuple[HeadModel, Any, Trained]:
         steps, s.batch, s.muon_lr, s.adam_lr, warmup=s.warmup, decay=s.decay, compile=s.compile, seed=s.seed,
         validate_every=max(1, steps // s.validations),
     )  # fmt: skip
+    ends, head.ends = head.ends, lowered(head.of_target, head.device, head.dtype)
     judge = Judge(head, loss, head.of_target.logits)
     before = judge.validate(head, sources[1], forward, s.batch, head.device, head.dtype)
+    head.ends = ends
     main = PartialState(cpu=not torch.cuda.is_available()).is_main_process
 
     def tell(row: dict[str, float]) -> None:
