@@ -215,7 +215,7 @@ class DraftPart:
 
     @property
     def by_request(self) -> bool:
-        """Whether it has temperatures of the requests, which it finds by their numbers."""
+        """Whether it has settings of the requests, which it finds by their numbers."""
         own = [part.info.sampling for part in self.members]
         return any(isinstance(one, Sampling) and one.by_request for one in own)
 

@@ -20,7 +20,7 @@ from specdec.executors.serial import Serial
 from specdec.generation import Generation
 from specdec.models.hf import HFModel
 from specdec.models.own_cache import OwnCache
-from specdec.per_request import PerRequest
+from specdec.per_request import Failures, PerRequest
 from specdec.prompts import Prompts, asked, batches, check_settings, prepared, rows_of, stop_rules
 from specdec.protocols import Draft
 from specdec.rng import Philox, Rng, seeds
@@ -191,8 +191,7 @@ class Decoder(Composition):
         selection: ArmAssignment | None = None,
         errors: Literal["raise", "yield"] = "raise",
         admission: Admission | None = None,
-        own_temperatures: bool = False,
-        own_grammars: bool = False,
+        own_sampling: bool = False,
     ) -> Iterator[Finished]:
         """Decode a stream of requests; yields each as soon as it is finished.
 
@@ -211,13 +210,12 @@ class Decoder(Composition):
                 refuse longer requests; ``Ahead`` makes the draft's memory for as many rows after the first prefill. ``None``: caches grow as needed.
             on_round: called after every round; a request's prefill is round 0 of a batch of its own. ``round.context.request[b]`` is
                 the request's number and ``round.verdict.tokens[b, :round.committed[b]]`` its new tokens, with which partial results can be shown.
-            selection: as for ``generate``. errors: ``"raise"``, or ``"yield"``: a request that ``generate`` would refuse, or whose ``on_chunk`` or
-                ``cancelled`` raises, is yielded with ``finish="error"`` and its ``error``, and the others go on.
+            selection: as for ``generate``. errors: ``"raise"``, or ``"yield"``: a request that ``generate`` would refuse, or whose ``on_chunk``,
+                ``cancelled`` or own ``sampling`` raises, is yielded with ``finish="error"`` and its ``error``, and the others go on.
             admission: in which order requests that wait join (``serving.ByKind``); ``None``: first come, first served. The order changes no
                 text (as above).
-            own_temperatures: requests may have a ``temperature`` of their own; those without have the decoder's. Refused under ``Ahead``, with drafts in
-                another process, and where the decoder has temperatures by number. own_grammars: likewise a ``grammar``; one
-                that raises, or allows no token, ends the stream.
+            own_sampling: requests may have a ``sampling`` of their own; those without have the decoder's. Refused under ``Ahead``, with drafts in
+                another process, and where the decoder has settings by number. Drafts use it, too, but for those with a ``Sampling`` of their own.
         Raises:
             ValueError: at once, for a part that cannot take in rows during a run, an executor other than ``Serial``, ``Ahead`` and
                 ``Pipelined``, an invalid limit, clock, capacity, seed or stop, or a list of requests out of order; on its arrival, for
@@ -233,25 +231,26 @@ class Decoder(Composition):
             on_round,
             errors,
             InOrder() if admission is None else admission,
-            own_temperatures,
-            own_grammars,
+            own_sampling,
         )
         check(self, self.executor, settings)
-        own = [name for name, on in (("temperature", own_temperatures), ("grammar", own_grammars)) if on]
-        decoder = self._of_requests(own) if own else self
+        decoder = self._of_requests(None if errors == "raise" else {}) if own_sampling else self
         decoder = decoder if selection is None else decoder._with(selection, limit)
         return Server(decoder, self.executor, requests, settings).run()
 
-    def _of_requests(self, names: Sequence[str]) -> Decoder:
-        """The same parts for a stream whose requests have settings of their own."""
+    def _of_requests(self, failures: Failures | None) -> Decoder:
+        """The same parts for a stream whose requests have samplings of their own."""
+        if self.sampling.overridden:
+            raise ValueError(
+                f"own_sampling is set and the decoder's sampling is a {type(self.sampling).__name__}, which requests without one would share with all: "
+                "give sd.Sampling(...)"
+            )
         for name, given in self.sampling.own.items():
-            if name in names:
-                what = "temperatures" if name == "temperature" else "grammars"
-                raise ValueError(
-                    f"own_{what} is set and the decoder's sampling has {len(given)} {what} by number: give it a single one, for requests without"
-                )
-        defaults = {name: vars(self.sampling)[name] for name in names}
-        own = {name: PerRequest(default) for name, default in defaults.items()}
+            raise ValueError(
+                f"own_sampling is set and the decoder's sampling has {len(given)} settings of {name} by number: give it a single one, for requests "
+                "without"
+            )
+        own = {name: PerRequest(default, failures) for name, default in self.sampling.settings.items()}
         return self.with_sampling(replace(self.sampling, **own))  # type: ignore[arg-type]
 
     def with_sampling(self, sampling: Sampling) -> Decoder:

@@ -74,7 +74,7 @@ def generate(
         ):
             if many:
                 raise ValueError(
-                    f"{what} has a grammar or a temperature for each request, and every process numbers its own: give one for all"
+                    f"{what} has sampling settings for each request, and every process numbers its own: give one for all"
                 )
         budgets = (limits.max_length - context.length).tolist()
         drawn = seeds(seed, len(rows)).tolist()

@@ -99,7 +99,7 @@ def log_probs(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: the numbers of prompts and of rows of ids differ, ids are outside the target's vocabulary, a text has more tokens than the target has
-            positions, ``top`` is more than the vocabulary, a number is below 1, the sampling has fewer temperatures than there are rows, or logits have no distribution.
+            positions, ``top`` is more than the vocabulary, a number is below 1, the sampling has settings for fewer requests than there are rows, or logits have no distribution.
         MemoryError: the texts' keys and values do not fit the memory; a smaller ``batch_size`` may.
     """
     if not isinstance(decoder, (Decoder, Builder)):

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 
-class PerRequest(Sequence[T]):
-    """A setting of a stream's requests, by number: ``own`` where a request has one, else ``default``."""
+class Failure(NamedTuple):
+    """A request's own setting failed at ``text`` (with the prompt), which need not be committed; if it is, its first ``kept`` tokens are right."""
 
-    def __init__(self, default: T):
-        self.default, self.own = default, dict[int, T]()
+    text: list[int]
+    kept: int
+    error: Exception
+
+
+Failures = dict[int, list[Failure]]
+"""The failures of each request."""
+
+
+class PerRequest(Sequence[T]):
+    """A setting of a stream's requests, by number: ``own`` where a request has one, else ``default``.
+
+    ``failures``: where those of a request end it alone; ``None``: errors are raised.
+    """
+
+    def __init__(self, default: T, failures: Failures | None = None):
+        self.default, self.own, self.failures = default, dict[int, T](), failures
 
     def __getitem__(self, request: Any) -> Any:
         return self.own.get(request, self.default)
@@ -26,3 +41,15 @@ class PerRequest(Sequence[T]):
 
     def __repr__(self) -> str:
         return f"PerRequest({self.default!r})"
+
+
+def note(setting: Any, request: int, text: list[int], kept: int, error: Exception) -> None:
+    """Note that a ``setting`` failed for a request; raises the error unless it is a ``PerRequest`` that keeps failures."""
+    if not keeps(setting):
+        raise error
+    setting.failures.setdefault(request, []).append(Failure(text, kept, error))
+
+
+def keeps(setting: Any) -> bool:
+    """Whether failures of a setting end their requests alone."""
+    return isinstance(setting, PerRequest) and setting.failures is not None

@@ -8,21 +8,86 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from specdec.purity import check_scores
+from specdec.kernels.device import to_device
+from specdec.per_request import PerRequest, keeps, note
+from specdec.purity import check_scores, probe_at
 from specdec.types import Context, Proposal
+
+Processor = Callable[[Tensor, Tensor], Tensor]
+Fail = Callable[[list[int], Exception], None]
+"""Given a text for which something failed, and the error."""
+
+
+class Processors:
+    """The processors of some requests. The first texts of a run are shown to copies of them; ``unseen``: those to which none was shown."""
+
+    def __init__(self, functions: Sequence[Processor]):
+        self.functions, self.unseen = tuple(functions), list(functions)
+
+    def __repr__(self) -> str:
+        return repr(self.functions)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        context: Context,
+        proposal: Proposal | None,
+        first: int,
+        fail: Fail | None = None,
+    ) -> Tensor:
+        """As ``processed``.
+
+        Raises:
+            TypeError: a processor returns no scores. ValueError: it keeps state.
+        """
+        for processor in tuple(self.unseen):
+            for b in range(context.batch):
+                ids = context.tokens[b, : int(context.length[b])].to(logits.device)
+                probe_at(processor, ids[None], logits[b, :1])
+        self.unseen.clear()
+        return processed(self.functions, logits, context, proposal, first, fail)
+
+
+def of_requests(
+    table: PerRequest[Processors], logits: Tensor, context: Context, proposal: Proposal | None, first: int
+) -> Tensor:
+    """As ``processed``, where each request has processors of its own, which fail alone where ``table`` keeps failures."""
+    made = logits
+    for b, request in enumerate(context.request.tolist()):
+        processors: Processors = table[request]
+        if not processors.functions:
+            continue
+        row = torch.tensor([b])
+        at, tree, one = to_device(row, logits.device), None, context.select(row)
+        if proposal is not None:
+            tree = Proposal(proposal.tokens[at], proposal.parents[row], proposal.size[row])
+
+        def fail(ids: list[int], error: Exception, request: int = request) -> None:
+            note(table, request, ids, len(ids), error)
+
+        try:
+            made = made.index_copy(
+                0, at, processors(logits[at], one, tree, first, fail if keeps(table) else None)
+            )
+        except Exception as error:  # it keeps state, for example
+            fail(one.row(0), error)
+    return made
 
 
 def processed(
-    processors: Sequence[Callable[[Tensor, Tensor], Tensor]],
+    processors: Sequence[Processor],
     logits: Tensor,
     context: Context,
     proposal: Proposal | None,
     first: int = -1,
+    fail: Fail | None = None,
 ) -> Tensor:
     """Scores ``[B, R, V]`` of the processors for ``logits [B, R, V]``, whose row r belongs to node ``first + r`` (-1: no node).
 
     What follows a token that they forbid keeps its logits: no lossless verifier accepts such a token, and many processors fail after it.
 
+    Args:
+        fail: told of texts for which a processor raises, or leaves no token; their logits are kept. ``None``: errors are raised.
     Raises:
         TypeError: a processor returns no scores.
     """
@@ -48,8 +113,20 @@ def processed(
                 path.append(node)
                 node = int(proposal.parents[b, node])  # type: ignore[union-attr]
             prefix = torch.cat([ids, proposal.tokens[b, path[::-1]]]) if path else ids  # type: ignore[union-attr]
-            scores = out[b, r][None]  # a copy, which a processor may change in place
-            for processor in processors:
-                scores = check_scores(processor, processor(prefix[None], scores), scores)
+            scores = logits[b, r].clone()[None]  # a copy, which a processor may change in place
+            try:
+                for processor in processors:
+                    scores = check_scores(processor, processor(prefix[None], scores), scores)
+                if (
+                    fail is not None
+                    and not bool(scores.amax().isfinite())
+                    and bool(logits[b, r].amax().isfinite())
+                ):
+                    raise ValueError(f"processors {processors!r} allow no token, or return NaN or inf")
+            except Exception as error:
+                if fail is None:
+                    raise
+                fail(prefix.tolist(), error)
+                continue
             out[b, r] = scores[0]
     return out

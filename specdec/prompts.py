@@ -189,13 +189,12 @@ def prepared(
 
 
 def check_settings(composition: Composition, rows: int) -> None:
-    """Raise ValueError where requests have temperatures or grammars of their own, and some of ``rows`` have none."""
+    """Raise ValueError where requests have settings of their own, and some of ``rows`` have none."""
     for one in by_request(composition):
         for name, values in one.own.items():
             if len(values) < rows:
-                what, single = ("numbers", "number") if name == "temperature" else ("entries", "one")
                 raise ValueError(
-                    f"{name} has {len(values)} {what} and there are {rows} prompts: give one for each, or a single {single} for all"
+                    f"{name} has {len(values)} entries and there are {rows} prompts: give one for each, or a single one for all"
                 )
 
 

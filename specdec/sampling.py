@@ -17,23 +17,15 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from transformers import LogitsProcessor
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from specdec.arguments import number
 from specdec.grammars import masks
 from specdec.grammars.contract import Grammar
 from specdec.kernels.device import Check, defer, to_device
-from specdec.kernels.nucleus import WIDE, nucleus
 from specdec.per_request import PerRequest
-from specdec.processing import processed
-from specdec.purity import probe, probe_at, refuse_stateful
+from specdec.processing import Processors, of_requests
+from specdec.purity import probe, refuse_stateful
+from specdec.truncation import Truncation
 from specdec.types import Context, Proposal
 
 _WHOSE = ContextVar("whose", default="")  # whose logits are being looked at, for messages
@@ -62,9 +54,9 @@ class SamplingSettings(TypedDict, total=False):
     """The arguments of ``Sampling`` by name, for type checkers and completion in editors."""
 
     temperature: float | Sequence[float]
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
+    top_k: int | Sequence[int | None] | None
+    top_p: float | Sequence[float | None] | None
+    min_p: float | Sequence[float | None] | None
     processors: tuple[Callable[[Tensor, Tensor], Tensor], ...]
     grammar: Grammar[Any] | Sequence[Grammar[Any] | None] | None
 
@@ -76,7 +68,7 @@ class Sampling:
     Args:
         temperature: 0 is greedy: all probability on the largest logit (the first of several). Several numbers are those of the
             requests, by ``Context.request``: the first is that of the first prompt of a call.
-        top_k, top_p, min_p: truncations with transformers' meaning; ``None`` leaves them out.
+        top_k, top_p, min_p: truncations with transformers' meaning; ``None`` leaves them out. Several are those of the requests.
         processors: stateless ``LogitsProcessor`` objects or functions ``(ids [B, L], scores [B, V]) -> scores``, applied before
             the temperature.
         grammar: what may be generated (``specdec.grammars``), applied after the processors. Several, or ``None``, are those of the requests.
@@ -86,60 +78,62 @@ class Sampling:
     """
 
     temperature: float | Sequence[float] = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
+    top_k: int | Sequence[int | None] | None = None
+    top_p: float | Sequence[float | None] | None = None
+    min_p: float | Sequence[float | None] | None = None
     processors: tuple[Callable[[Tensor, Tensor], Tensor], ...] = ()
     grammar: Any = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.processors, Iterable):
-            raise TypeError(
-                f"processors is a {type(self.processors).__name__}: give a tuple, also of a single one: processors=(processor,)"
-            )
-        object.__setattr__(self, "processors", tuple(self.processors))
-        for processor in self.processors:
-            if not callable(processor) or isinstance(processor, type):
+        if not isinstance(self.processors, PerRequest):
+            if not isinstance(self.processors, Iterable):
                 raise TypeError(
-                    f"processors has {processor!r}: give objects or functions (ids, scores) -> scores"
+                    f"processors is a {type(self.processors).__name__}: give a tuple, also of a single one: processors=(processor,)"
                 )
-        if isinstance(self.temperature, Sequence) and not isinstance(self.temperature, str | PerRequest):
-            object.__setattr__(self, "temperature", tuple(self.temperature))
-            if not self.temperature:
-                raise ValueError("temperature is empty: give a number, or one for each request")
+            object.__setattr__(self, "processors", tuple(self.processors))
+            for processor in self.processors:
+                if not callable(processor) or isinstance(processor, type):
+                    raise TypeError(
+                        f"processors has {processor!r}: give objects or functions (ids, scores) -> scores"
+                    )
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            several = vars(self)[name]
+            if isinstance(several, Sequence) and not isinstance(several, str | PerRequest):
+                if not several:
+                    raise ValueError(f"{name} is empty: give a number, or one for each request")
+                object.__setattr__(self, name, tuple(several))
         for temperature in self.temperature if isinstance(self.temperature, tuple) else (self.temperature,):
             if not isinstance(temperature, PerRequest):
                 check_temperature(temperature)
-        for name, value in {"top_p": self.top_p, "min_p": self.min_p}.items():
-            if value is not None:
-                number(name, value)
-        if self.top_k is not None and (
-            not isinstance(self.top_k, int) or self.top_k is True or self.top_k < 1
-        ):
-            raise ValueError(
-                f"top_k is {self.top_k}: it must be a whole number >= 1 (None keeps every token)"
-            )
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}: it must be in (0, 1] (None or 1 keeps every token)")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p is {self.min_p}: it must be in [0, 1] (None or 0 keeps every token)")
+        self._truncation.check()
         object.__setattr__(self, "grammar", masks.given(self.grammar))
-        for processor in self.processors:
-            refuse_stateful(processor)
+        if not isinstance(self.processors, PerRequest):
+            for processor in self.processors:
+                refuse_stateful(processor)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """All settings, by name, as entries of tables that have one for each request."""
+        made = {name: vars(self)[name] for name in ("temperature", "top_k", "top_p", "min_p", "grammar")}
+        return made | {"processors": self._processors}
+
+    @property
     def own(self) -> dict[str, Sequence[Any]]:
         """The settings of which every request has its own, by name."""
-        settings = {"temperature": self.temperature, "grammar": self.grammar}
-        return {name: value for name, value in settings.items() if isinstance(value, tuple | PerRequest)}
+        return {name: one for name, one in self.settings.items() if isinstance(one, tuple | PerRequest)}
+
+    @cached_property
+    def _by_number(self) -> bool:
+        """Whether settings are lists with one entry for each request."""
+        return any(isinstance(one, tuple) for one in self.own.values())
 
     @property
     def by_request(self) -> bool:
-        """Whether every request has a temperature or a grammar of its own."""
+        """Whether every request has a setting of its own."""
         return bool(self.own)
 
     def greedy_rows(self, context: Context) -> Tensor:
@@ -154,8 +148,8 @@ class Sampling:
 
     @property
     def reads_context(self) -> bool:
-        """Whether a row's distribution depends on more than its logits: on its text, on its request (temperatures), or on what a subclass
-        does, which may be anything."""
+        """Whether a row's distribution depends on more than its logits: on its text, on its request, or on what a subclass does, which may be
+        anything."""
         return self.reads_text or self.by_request or self.overridden
 
     def for_draft(self, own: Sampling | None) -> Sampling:
@@ -172,30 +166,19 @@ class Sampling:
     @property
     def only_temperature(self) -> bool:
         """Whether the distribution is the softmax of ``logits / temperature``, one for all rows: no processors, no truncations."""
-        return not self.reads_context and all(isinstance(w, TemperatureLogitsWarper) for w in self._warpers)
+        return not self.reads_context and (self.greedy or not self._truncation.warpers)
 
     @cached_property
-    def _unseen(self) -> list[Callable[..., Any]]:
-        """Processors that no text of a run was shown to."""
-        return list(self.processors)
+    def _processors(self) -> Any:
+        return self.processors if isinstance(self.processors, PerRequest) else Processors(self.processors)
+
+    @cached_property
+    def _truncation(self) -> Truncation:
+        return Truncation(self.top_k, self.top_p, self.min_p)
 
     @cached_property
     def _temperatures(self) -> Tensor:
         return torch.tensor(self.temperature, dtype=torch.float64)
-
-    @cached_property
-    def _warpers(self) -> list[LogitsProcessor]:
-        made: list[LogitsProcessor] = []
-        if not self.greedy:  # no truncation moves the largest logit
-            if not isinstance(self.temperature, Sequence) and self.temperature != 1:
-                made.append(TemperatureLogitsWarper(float(self.temperature)))
-            if self.top_k is not None:
-                made.append(TopKLogitsWarper(self.top_k))
-            if self.top_p is not None and self.top_p < 1:
-                made.append(_TopP(float(self.top_p)))
-            if self.min_p is not None and self.min_p > 0:
-                made.append(MinPLogitsWarper(self.min_p))
-        return made
 
     def probe(self, vocab_size: int, device: torch.device | str = "cpu", tokenizer: Any = None) -> None:
         """Refuse processors that return other scores after other calls, or whose state depends on them, on made-up texts, and grammars that
@@ -204,7 +187,8 @@ class Sampling:
         The first texts of a run are another occasion: a processor may raise on made-up ones, or leave them as they are.
         """
         scores = torch.linspace(-2, 2, vocab_size, device=device)[None]
-        for processor in self.processors:
+        known = self._processors.default if isinstance(self._processors, PerRequest) else self._processors
+        for processor in known.functions:
             probe(processor, scores)
         for tracker in masks.every(self.grammar):
             tracker.check(vocab_size, tokenizer)
@@ -221,18 +205,17 @@ class Sampling:
         if isinstance(self.temperature, Sequence):
             by_row = self._by_row(context)
             logits = logits / torch.where(by_row > 0, by_row, 1).to(logits)[:, None, None]
-        return (
-            self._truncated(logits.reshape(-1, logits.shape[-1])).view(logits.shape)
-            if self._warpers
-            else logits
-        )
+        if self.greedy:
+            return logits
+        *_, R, V = logits.shape
+        flat = logits.reshape(-1, V)
+        return self._truncated(flat, context, lambda: torch.arange(len(flat)) // R).view(logits.shape)
 
-    def _truncated(self, scores: Tensor) -> Tensor:
-        """``scores [K, V]`` after the temperature, where all rows share one, and the truncations."""
-        none = torch.empty(scores.shape[0], 0, dtype=torch.long, device=scores.device)
-        for warper in self._warpers:
-            scores = warper(none, scores)
-        return scores
+    def _truncated(self, scores: Tensor, context: Context, row: Callable[[], Tensor]) -> Tensor:
+        """``scores [K, V]`` of rows ``row() [K]`` after the temperature, where all rows share one, and the truncations."""
+        if not isinstance(self.temperature, Sequence) and self.temperature != 1:
+            scores = scores / float(self.temperature)
+        return self._truncation(scores, context, row)
 
     def argmax(
         self, logits: Tensor, context: Context, proposal: Proposal | None = None, first: int = -1
@@ -296,7 +279,9 @@ class Sampling:
             at = to_device(found, logits.device)
             scores = logits.flatten(0, 1).index_select(0, at)
             scores /= by[at // R]
-            probs.view(-1, V).index_copy_(0, at, self._truncated(scores).softmax(-1))
+            probs.view(-1, V).index_copy_(
+                0, at, self._truncated(scores, context, lambda: found // R).softmax(-1)
+            )
         return probs
 
     def _by_row(self, context: Context) -> Tensor:
@@ -316,8 +301,10 @@ class Sampling:
         """Raise ValueError where requests have settings of their own, and the request ``last`` has none."""
         for name, values in self.own.items():
             if last >= len(values):
-                what = f"{len(values)} {'numbers' if name == 'temperature' else 'entries'} and there is a request {last} (the first is 0)"
-                raise ValueError(f"{name} has {what}: give one for each request, or a single one for all")
+                raise ValueError(
+                    f"{name} has {len(values)} entries and there is a request {last} (the first is 0): give one for each request, or a single one "
+                    "for all"
+                )
 
     def check_committed(self, context: Context, tokens: Tensor, count: Tensor, verifier: str) -> None:
         """Raise ValueError where the grammar does not allow ``tokens[b, :count[b]]`` after row b: a lossy verifier accepted one, or it allows none."""
@@ -326,33 +313,15 @@ class Sampling:
 
     def constrained(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
         """``logits`` after the processors and the grammar."""
-        if self.processors:
-            logits = self._process(logits, context, proposal, first)
-        if self.grammar is not None:
+        if self._by_number:
             self.check_requests(int(context.request.max()) if context.batch else 0)
+        if isinstance(self.processors, PerRequest):
+            logits = of_requests(self._processors, logits, context, proposal, first)
+        elif self.processors:
+            logits = self._processors(logits, context, proposal, first)
+        if self.grammar is not None:
             logits = masks.constrained(self.grammar, logits, context, proposal, first, bool(self.processors))
         return logits
-
-    def _process(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
-        for processor in tuple(self._unseen):
-            for b in range(context.batch):
-                ids = context.tokens[b, : int(context.length[b])].to(logits.device)
-                probe_at(processor, ids[None], logits[b, :1])
-        self._unseen.clear()
-        return processed(self.processors, logits, context, proposal, first)
-
-
-class _TopP(TopPLogitsWarper):
-    """Transformers' warper; on a CPU, where it takes most of its time to sort, without sorting large vocabularies.
-
-    Of equal scores at the threshold, as logits in half precision often have, the two may keep different ones.
-    """
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        # A step that is recorded cannot look at values.
-        if scores.is_cpu and scores.shape[-1] > 4 * WIDE and not is_in_torch_dispatch_mode():
-            return nucleus(scores, self.top_p)
-        return super().__call__(input_ids, scores)
 
 
 def fit(logits: Tensor, vocab_size: int | None) -> Tensor:

@@ -150,7 +150,7 @@ def test_real_rounds_are_timed():
     assert sum(times.verify) > 0
     with pytest.raises(ValueError, match="at least 2"):
         measured(target, arms, prompts[:1])
-    with pytest.raises(ValueError, match="temperature has 3 numbers and there are 8 prompts"):
+    with pytest.raises(ValueError, match="temperature has 3 entries and there are 8 prompts"):
         measured(target, arms, prompts, sampling=sd.Sampling([1.0, 0.5, 0.0]))
     with pytest.raises(ValueError, match="'model' has no length"):
         measured(target, {"model": Arm(arms["model"].draft)}, prompts)

@@ -262,7 +262,7 @@ def test_what_cannot_be_measured_is_refused_by_name():
         (
             lambda: sd.auto(base, {"a": sd.drafts.Model(BAD, sd.Sampling(temperature=(1.0, 0.0)))}, PROMPTS),
             ValueError,
-            "draft 'a' has a grammar or a temperature for each request",
+            "draft 'a' has sampling settings for each request",
         ),
     ):
         with pytest.raises(kind, match=match):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import Thread
 
 import numpy as np
@@ -380,31 +380,6 @@ def test_log_probabilities_under_a_grammar():
         assert found[1][4] == -torch.inf
         assert found[0].isfinite().all()
     torch.testing.assert_close(sd.log_probs(decoder, texts)[0], sd.log_probs(BASE, texts)[0])
-
-
-@pytest.mark.parametrize("executor", [Serial(), Pipelined(2)], ids=repr)
-def test_requests_of_a_stream_may_have_grammars(executor):
-    other = Table((tuple(0 if t in (5, 6) else -1 for t in range(V)),))
-    ending = Table(
-        (tuple(1 if t < 4 else -1 for t in range(V)), tuple(0 if t == 9 else -1 for t in range(V))), (9,)
-    )
-    grammars = [None, other, WIDE, ending, None, other]
-    base = sd.decoder(TARGET).draft(SMALL, 3).verifier(sd.Coupled()).executor(executor).sampling(grammar=WIDE)
-    requests = [
-        sd.Request([7, 8, n], 6 + n, seed=n, grammar=grammar, eos_token_id=() if n % 2 else None)
-        for n, grammar in enumerate(grammars)
-    ]
-    stream = base.build().serve(requests, 3, clock="rounds", own_grammars=True, eos_token_id=())
-    done = {one.index: one for one in stream}
-    for n, grammar in enumerate(grammars):
-        assert [done[n].ids] == plain_ids([[7, 8, n]], 6 + n, n, grammar or WIDE)
-    assert (len(done[3].ids), done[3].finish) == (2, "eos")
-    with pytest.raises(ValueError, match=r"request 1: it has a grammar: give serve\(\.\.\., own_grammars"):
-        list(base.build().serve([replace(requests[0]), requests[1]]))
-    with pytest.raises(ValueError, match="has 6 grammars by number"):
-        base.sampling(grammar=grammars).build().serve([], own_grammars=True)
-    with pytest.raises(TypeError, match="grammar is a str"):
-        sd.Request([1], grammar="x")
 
 
 def test_a_table_is_saved_and_a_users_grammar_is_named(tmp_path):

@@ -132,7 +132,10 @@ def test_what_is_wrong_is_refused(target):
     stream = (
         sd.decoder(target)
         .build()
-        .serve([sd.Request("x", 4, grammar=sd.grammars.regex("a+", words))], own_grammars=True)
+        .serve(
+            [sd.Request("x", 4, sampling=sd.Sampling(grammar=sd.grammars.regex("a+", words)))],
+            own_sampling=True,
+        )
     )
     with pytest.raises(ValueError, match=r"request 0.*made for another tokenizer"):
         next(stream)

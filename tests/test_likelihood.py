@@ -376,7 +376,7 @@ def test_texts_of_other_models_are_refused(llama, written):
     with pytest.raises(ValueError, match="has 260 tokens in row 0, prompt included, and the target has 256"):
         sd.log_probs(sd.decoder(llama), ([[1] * 200], [[2] * 60]))
     mixed = sd.decoder(TABLE).sampling(temperature=[1.0])
-    with pytest.raises(ValueError, match="temperature has 1 numbers and there is a request 1"):
+    with pytest.raises(ValueError, match="temperature has 1 entries and there is a request 1"):
         sd.log_probs(mixed, ([[0], [1]], [[1], [1]]), sampled=True)
 
 

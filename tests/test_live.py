@@ -84,7 +84,7 @@ def test_wrong_arguments_are_named(decoders):
         (ValueError, "batches, of one, is 0", {"batches": (0, 2)}),
         (
             ValueError,
-            "decoder 'each', or its draft, has a grammar or a temperature for each request",
+            "decoder 'each', or its draft, has sampling settings for each request",
             {"decoders": {"each": sd.decoder(tiny("llama")).sampling(temperature=[1.0] * 8)}},
         ),
     ):

@@ -272,8 +272,8 @@ def test_a_request_without_a_temperature_is_refused_alone(target):
     requests = [sd.Request([5, n], 4) for n in range(3)]
     done = {one.index: one for one in decoder.serve(requests, 2, seed=0, errors="yield")}
     assert [done[n].finish for n in range(3)] == ["length", "length", "error"]
-    assert "request 2: temperature has 2 numbers" in str(done[2].error)
-    with pytest.raises(ValueError, match="request 2: temperature has 2 numbers"):
+    assert "request 2: temperature has 2 entries" in str(done[2].error)
+    with pytest.raises(ValueError, match="request 2: temperature has 2 entries"):
         list(decoder.serve(requests, 2, seed=0))
 
 

@@ -101,11 +101,11 @@ def test_a_drafts_own_sampling_is_tried_too():
 @pytest.mark.parametrize("kind", [Alternates, Remembers])
 def test_a_pure_one_is_let_through(kind):
     made = decoder(kind())
-    assert len(made.sampling._unseen) == 1
+    assert len(made.sampling._processors.unseen) == 1
     ids = made.generate([PROMPT] * 20, 12, seed=3).ids
     assert ids == decoder(kind(), False).generate([PROMPT] * 20, 12, seed=3).ids
     assert all([token % 2 for token in row] == [1, 0] * 6 for row in ids)
-    assert not made.sampling._unseen
+    assert not made.sampling._processors.unseen
 
 
 def test_what_it_raises_on_a_real_text_is_raised():

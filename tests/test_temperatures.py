@@ -9,7 +9,7 @@ from tiny import tiny
 import specdec as sd
 from specdec import distributed, lab, selectors
 from specdec.drafts.siblings import Distinct, Independent, TopAndOne
-from specdec.executors import Ahead, Optimistic, Pipelined, Serial
+from specdec.executors import Optimistic, Pipelined, Serial
 from specdec.lab.verifying import accepted_by
 from specdec.verifiers import DistinctTransport, KSeq, Traversal
 
@@ -36,7 +36,7 @@ def test_every_request_may_have_its_own_temperature(settings):
         broken[at, 1, 0] = float(bad)
         with pytest.raises(ValueError, match=f"row {at}, entry 1 contain {bad}"):
             sd.Sampling(temperatures, **settings)(broken, context)
-    with pytest.raises(ValueError, match="temperature has 3 numbers and there is a request 3"):
+    with pytest.raises(ValueError, match="temperature has 3 entries and there is a request 3"):
         sd.Sampling([1.0, 2.0, 0.0])(logits, context)
 
 
@@ -78,7 +78,7 @@ def test_too_few_temperatures_are_noticed_before_anything_is_decoded(call, targe
     decoder = sd.decoder(target).sampling(temperature=[0, 1, 1]).build()
     more = {"batch_size": 2} if call == "generate" else {}
     seen = []
-    with pytest.raises(ValueError, match="temperature has 3 numbers and there are 4 prompts"):
+    with pytest.raises(ValueError, match="temperature has 3 entries and there are 4 prompts"):
         getattr(decoder, call)([[1]] * 4, 9, on_round=seen.append, **more)
     assert not seen
 
@@ -100,17 +100,19 @@ def test_requests_of_all_temperatures_share_a_batch(executor, target):
 
 def test_requests_that_are_numbered_anew_need_one_temperature(target, tmp_path, monkeypatch):
     sampling = sd.Sampling((1.0, 0.5))
-    with pytest.raises(ValueError, match="record a trace for each temperature"):
+    with pytest.raises(
+        ValueError, match="sampling has a temperature for each request: record a trace for each"
+    ):
         lab.record(target, [[1], [2]], tmp_path / "t", 4, 2, sampling=sampling)
     state = type("Two", (), {"num_processes": 2, "process_index": 0})
     monkeypatch.setattr(distributed, "PartialState", lambda **_: state)
     monkeypatch.setattr(distributed, "gather_object", lambda said: said)
-    with pytest.raises(ValueError, match="temperature for each request"):
+    with pytest.raises(ValueError, match="sampling settings for each request"):
         distributed.generate(sd.decoder(target).sampling(sampling).build(), [[1], [2]], 4)
     own = sd.drafts.Model(target, sampling)
     pool = sd.decoder(target).pool({"own": own, "none": None}, selectors.Random(), 2)
     for mine in (sd.decoder(target).draft(own, 2), pool):
-        with pytest.raises(ValueError, match="the draft has a grammar or a temperature for each request"):
+        with pytest.raises(ValueError, match="the draft has sampling settings for each request"):
             distributed.generate(mine.build(), [[1], [2]], 4)
 
 
@@ -123,7 +125,7 @@ def test_a_lab_that_numbers_texts_anew_needs_one_temperature_of_a_draft(target, 
         lambda: accepted_by(sd.decoder(target).draft(own, 1).build(), [[1]], {"r": sd.Rejection()}),
     ):
         with pytest.raises(
-            ValueError, match=r"temperature for each request, and (texts|requests) are numbered"
+            ValueError, match=r"sampling settings for each request, and (texts|requests) are numbered"
         ):
             ask()
 
@@ -158,59 +160,3 @@ def test_a_tree_has_distinct_children_in_rows_of_temperature_0(verifier, sibling
         assert found.ids[b] == decoder.generate([prompts[b]], budgets[b], seed=[b]).ids[0]
     cold = base.sampling(temperature=(0.0, 0.0)).build().generate(prompts[:2], budgets[:2], seed=0)
     assert cold.ids[1] == found.ids[1]
-
-
-TEMPERATURES = (None, 0.0, 0.7, None, 1.5, 0.0)
-
-
-@pytest.mark.parametrize("verifier", [sd.Rejection(), sd.Coupled()], ids=repr)
-@pytest.mark.parametrize("executor", [Serial(), Pipelined(2)], ids=repr)
-def test_requests_of_a_stream_may_have_temperatures(executor, verifier, target):
-    draft = sd.HFModel(tiny("llama", 1, torch.float64))
-    base = sd.decoder(target).draft(draft, length=3).verifier(verifier)
-    requests = [
-        sd.Request([7, 8, n], 6 + n, seed=n, temperature=own, eos_token_id=())
-        for n, own in enumerate(TEMPERATURES)
-    ]
-    served = base.sampling(temperature=1.2).executor(executor).build()
-    done = {one.index: one.ids for one in served.serve(requests, 3, clock="rounds", own_temperatures=True)}
-    for n, own in enumerate(TEMPERATURES):
-        alone = base.sampling(temperature=1.2 if own is None else own).build()
-        assert done[n] == alone.generate([[7, 8, n]], 6 + n, seed=n, eos_token_id=()).ids[0]
-
-
-def test_a_stream_forgets_the_temperatures_of_what_has_ended(target):
-    decoder = sd.decoder(target).draft(sd.drafts.NGram(), length=2).build()
-    requests = (sd.Request([1, 2, 3 + n], 4, temperature=0.5) for n in range(4))
-    seen = []
-    stream = decoder.serve(
-        requests,
-        2,
-        own_temperatures=True,
-        on_round=lambda round: seen.append(len(table.own)),
-        clock="rounds",
-    )
-    table = stream.gi_frame.f_locals["self"].composition.sampling.temperature
-    assert len(list(stream)) == 4
-    assert max(seen) == 2
-    assert table.own == {}
-    with pytest.raises(TypeError, match="no end"):
-        0.5 in table  # noqa: B015
-
-
-def test_wrong_temperatures_of_a_streams_requests_are_refused(target):
-    plain = sd.decoder(target).draft(sd.drafts.NGram(), length=2)
-    with pytest.raises(ValueError, match=r"request 0: it has a temperature: give serve\(\.\.\., own_temp"):
-        next(plain.build().serve([sd.Request([1], 4, temperature=0.5)]))
-    with pytest.raises(ValueError, match="temperature is -1"):
-        sd.Request([1], 4, temperature=-1)
-    with pytest.raises(TypeError, match="temperature is '1'"):
-        sd.Request([1], 4, temperature="1")
-    with pytest.raises(ValueError, match="has 2 temperatures by number"):
-        plain.sampling(temperature=[0, 1]).build().serve([], own_temperatures=True)
-    with pytest.raises(ValueError, match="drafts run in another process"):
-        piped = plain.executor(Pipelined(2, workers="processes")).build()
-        piped.serve([], own_temperatures=True)
-    with pytest.raises(ValueError, match="one temperature for all requests"):
-        ahead = sd.decoder(sd.HFModel(tiny("llama", 0), graphs="eager")).executor(Ahead()).build()
-        ahead.serve([], own_temperatures=True)

@@ -124,9 +124,10 @@ def decoded(decoder: sd.Decoder, prompts: list[list[int]], new: int) -> tuple[li
 def streamed(decoder: sd.Decoder, prompts: list[list[int]], new: int) -> tuple[list[list[int]], sd.Stats]:
     """Texts of a stream with room for two requests, so that later ones join; without whole rounds the last one is sampled, and left out."""
     greedy = isinstance(decoder.executor, Ahead)
-    requests = [sd.Request(ids, new, temperature=None if greedy else 0.0) for ids in prompts]
-    more = [sd.Request(prompts[0], new, temperature=None if greedy else 1.0)]
-    stream = decoder.serve([*requests, *more], 2, seed=0, eos_token_id=(), own_temperatures=not greedy)
+    cold, hot = (None, None) if greedy else (sd.Sampling(0.0), sd.Sampling(1.0))
+    requests = [sd.Request(ids, new, sampling=cold) for ids in prompts]
+    more = [sd.Request(prompts[0], new, sampling=hot)]
+    stream = decoder.serve([*requests, *more], 2, seed=0, eos_token_id=(), own_sampling=not greedy)
     made = sorted(stream, key=lambda one: one.index)[: len(prompts)]
     return [one.ids for one in made], sum((one.stats for one in made[1:]), start=made[0].stats)
 

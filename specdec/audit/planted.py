@@ -242,9 +242,9 @@ class _AtStart:
 class ForgetsNodes(Sampling):
     """Processors see the committed prefix at every node, without the node's ancestors."""
 
-    def _process(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
+    def constrained(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
         rows = [
-            super(ForgetsNodes, self)._process(row[:, None], context, None, -1) for row in logits.unbind(1)
+            super(ForgetsNodes, self).constrained(row[:, None], context, None, -1) for row in logits.unbind(1)
         ]
         return torch.cat(rows, 1)
 

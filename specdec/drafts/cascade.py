@@ -17,7 +17,7 @@ from specdec.arguments import at_least
 from specdec.capabilities import DraftInfo, DraftPart, ModelInfo
 from specdec.drafts.coerce import as_model
 from specdec.drafts.draw import fitted
-from specdec.drafts.model import Model, readable
+from specdec.drafts.model import as_draft, readable
 from specdec.kernels.device import to_device, to_host
 from specdec.protocols import Draft, LanguageModel
 from specdec.rng import Attempt, Key, Rng
@@ -58,8 +58,7 @@ class Cascade:
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", as_model(self.model, "model"))
         at_least(1, "ahead", self.ahead, "give the most tokens that inner guesses for a forward of the model")
-        if isinstance(self.inner, type) or not hasattr(self.inner, "propose"):
-            object.__setattr__(self, "inner", Model(as_model(self.inner, "inner")))
+        object.__setattr__(self, "inner", as_draft(self.inner, "inner"))
         part = self.part
         if part.arms is not None or part.reads_target or not part.info.revocable:
             raise ValueError(

@@ -102,6 +102,13 @@ class Model:
         return ModelState(state.cache.join(other.cache), None)
 
 
+def as_draft(given: Any, name: str) -> Any:
+    """A draft, or what becomes a ``Model``; raises TypeError, which calls it ``name``, if it is neither."""
+    if isinstance(given, type) or not hasattr(given, "propose"):
+        return Model(as_model(given, name))
+    return given
+
+
 def captured(
     model: LanguageModel, sampling: Sampling, vocab_size: int | None
 ) -> Callable[..., Drawn | None] | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.arguments import at_least
 from specdec.capabilities import DraftInfo, DraftPart
-from specdec.drafts.model import Model
+from specdec.drafts.model import Model, as_draft
 from specdec.protocols import Draft, LanguageModel
 from specdec.rng import Rng
 from specdec.sampling import Sampling
@@ -43,9 +43,7 @@ class Paced:
     down: int = 1
 
     def __post_init__(self) -> None:
-        given: Any = self.draft
-        if isinstance(given, type) or not hasattr(given, "propose"):
-            object.__setattr__(self, "draft", Model(given))
+        object.__setattr__(self, "draft", as_draft(self.draft, "draft"))
         at_least(1, "first", self.first, "give at least 1")
         at_least(0, "up", self.up, "give at least 0")
         at_least(0, "down", self.down, "give at least 0")

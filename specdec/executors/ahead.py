@@ -82,7 +82,5 @@ def _why_not(composition: Composition) -> str | None:
         return f"decides as Rejection(), FusedRejection() or Coupled() do, and the verifier is {verifier!r}"
     drawing = None if kind is None else cast(Any, draft).sampling
     if composition.sampling.reads_context or (drawing is not None and drawing.reads_context):
-        return (
-            "runs Sampling itself, without processors or a grammar, and with one temperature for all requests"
-        )
+        return "runs Sampling itself, without processors or a grammar, and with the same settings for all requests"
     return None

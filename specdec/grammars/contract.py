@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
@@ -44,4 +45,13 @@ class ChecksTarget(Protocol):
 
     def check(self, vocab_size: int, tokenizer: Any) -> None:
         """Raise ValueError for a target with another vocabulary; ``tokenizer`` may be ``None``."""
+        ...
+
+
+@runtime_checkable
+class Forces(Protocol):
+    """A grammar that knows what follows, for ``drafts.JumpForward``, which otherwise looks where ``allowed`` has one token only."""
+
+    def forced(self, state: Any) -> Sequence[int]:
+        """The tokens that will follow, or will probably, in order: a forced text as the tokenizer spells it, for example. None: ``()``."""
         ...

@@ -93,6 +93,11 @@ class LLGuidance:
             raise ValueError(f"{self!r} cannot go on: {state.get_error().strip()}")
         return found
 
+    def forced(self, state: Any) -> list[int]:
+        """The tokens of the text that must follow, as the tokenizer spells it."""
+        found: list[int] = state.deep_copy().compute_ff_tokens()
+        return found
+
     def check(self, vocab_size: int, tokenizer: Any) -> None:
         """Raise ValueError for a target with another tokenizer."""
         if (

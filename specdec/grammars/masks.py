@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.grammars.tracker import Tracker, tracked, unpacked
+from specdec.grammars.tracker import BrokenAt, Tracker, tracked, unpacked
 from specdec.kernels.device import to_device
-from specdec.per_request import PerRequest
+from specdec.per_request import PerRequest, keeps, note
 from specdec.types import Context, Proposal
 
 
@@ -73,7 +74,8 @@ def constrained(
         if tokens is not None and parents is not None and size is not None:
             tree = tokens[b][: size[b]], parents[b]
         tracker.reserve(B)
-        for r, forbidden in tracker.masks(int(context.request[b]), _text(context, b), tree, first, R):
+        request, fail = int(context.request[b]), _failing(grammar, context, b)
+        for r, forbidden in tracker.masks(request, _text(context, b), tree, first, R, fail):
             at.append(b * R + r)
             found.append(forbidden)
     if not found:
@@ -91,7 +93,12 @@ def constrained(
     if not processed:
         return made
     nothing = made.amax(-1) == -torch.inf  # processors took what the grammar allows
-    nothing[:, : max(-first, 0)] = False  # the text itself: its row has no distribution
+    if first < 0:  # the text itself: its row has no distribution
+        alone = keeps(grammar)
+        for b in nothing[:, 0].nonzero()[:, 0].tolist() if alone else ():
+            text, error = context.row(b), ValueError("processors allow no token that the grammar allows")
+            note(grammar, int(context.request[b]), text, len(text), error)
+        nothing[:, 0] &= alone
     return logits.where(nothing[..., None], made)
 
 
@@ -99,25 +106,58 @@ def check_committed(grammar: Any, context: Context, tokens: Tensor, count: Tenso
     """Refuse ``tokens[b, :count[b]]``, which are about to be committed after row b, unless the rows' grammars allow them.
 
     Raises:
-        ValueError: a token is not allowed; the message has the row, the request and the position.
+        ValueError: a token is not allowed; the message has the row, the request and the position. Where requests fail alone, nothing.
     """
     for b, tracker in _of_rows(grammar, context):
         text, block = _text(context, b), tokens[b, : int(count[b])].tolist()
-        stray = tracker.stray(int(context.request[b]), text, block)
+        request, length = int(context.request[b]), int(context.length[b])
+        try:
+            stray = tracker.stray(request, text, block)
+        except BrokenAt as broken:
+            note(grammar, request, context.row(b) + block[: broken.n + 1], length + broken.n, broken.error)
+            continue
         if stray is None:
             continue
         n, any_allowed = stray
-        where = f"row {b} (request {int(context.request[b])}), position {int(context.length[b]) + n} of the text, {len(text) + n} after the prompt"
+        where = f"row {b} (request {request}), position {length + n} of the text, {len(text) + n} after the prompt"
+        why = f"allows no token{'' if tracker.grammar.end_ids else ' (it has no end_ids, so that a complete text cannot end: declare them)'}"
+        error = f"{where}: grammar {tracker!r} {why}"
         if any_allowed:
-            raise ValueError(
-                f"{where}: token {block[n]} is not allowed by grammar {tracker!r}, and verifier {verifier!r} accepted it: use one that is lossless"
-            )
-        ends = (
-            ""
-            if tracker.grammar.end_ids
-            else " (it has no end_ids, so that a complete text cannot end: declare them)"
-        )
-        raise ValueError(f"{where}: grammar {tracker!r} allows no token{ends}")
+            error = f"{where}: token {block[n]} is not allowed by grammar {tracker!r}, and verifier {verifier!r} accepted it: use one that is lossless"
+        note(grammar, request, context.row(b) + block[:n], length + n, ValueError(error))
+
+
+def _failing(grammar: Any, context: Context, b: int) -> Callable[[list[int], int, Exception], None]:
+    """What is told of tokens after row b's text for which its grammar failed, the first ``kept`` of which are right; raises unless its request fails alone."""
+
+    def fail(path: list[int], kept: int, error: Exception) -> None:
+        text = context.row(b)
+        note(grammar, int(context.request[b]), text + path, len(text) + kept, error)
+
+    return fail
+
+
+class Forced(NamedTuple):
+    """Tokens that grammars force: of every row the next ones, and ``ended [B]``, whether they end its text."""
+
+    tokens: list[list[int]]
+    ended: Tensor
+
+
+def forced(grammar: Any, context: Context, most: Sequence[int], vocab_size: int | None = None) -> Forced:
+    """Up to ``most[b]`` tokens that row b's grammar forces after its text; none without a grammar, and none from one that the vocabulary lacks."""
+    found, ended = [list[int]() for _ in most], torch.zeros(context.batch, dtype=torch.bool)
+    for b, tracker in _of_rows(grammar, context):
+        tracker.reserve(context.batch)
+        try:
+            said = tracker.forced(int(context.request[b]), _text(context, b), most[b])
+            found[b] = list(takewhile(lambda token: vocab_size is None or token < vocab_size, said))
+        except Exception:
+            if not keeps(grammar):
+                raise
+            continue  # it fails again where the text gets there
+        ended[b] = bool(found[b]) and found[b][-1] in tracker.grammar.end_ids
+    return Forced(found, ended)
 
 
 def _of_rows(grammar: Any, context: Context) -> Iterator[tuple[int, Tracker]]:

@@ -7,7 +7,7 @@ several threads may use one decoder.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specdec.arguments import whole
-from specdec.grammars.contract import ChecksTarget, Grammar
+from specdec.grammars.contract import ChecksTarget, Forces, Grammar
 
 KEPT = 16
 """States of a text's last tokens that are kept: one that is taken back by as many is not read again."""
@@ -26,6 +26,20 @@ TRAILS = 4
 """Texts that are kept of one request number: several runs may use the same numbers at a time."""
 REQUESTS = 64
 """Requests that are kept at least; otherwise eight times as many as a batch has rows."""
+
+
+Tree = tuple[Sequence[int], Sequence[int]]
+"""Tokens and parents of nodes after a text."""
+Fail = Callable[[list[int], int, Exception], None]
+"""Given tokens after a text at which a grammar raised an error, how many of them it took, and the error."""
+
+
+class BrokenAt(Exception):
+    """A grammar raised ``error`` at token ``n``."""
+
+    def __init__(self, n: int, error: Exception):
+        super().__init__(n, error)
+        self.n, self.error = n, error
 
 
 class Node:
@@ -129,33 +143,68 @@ class Tracker:
         self,
         request: int,
         text: np.ndarray,
-        tree: tuple[Sequence[int], Sequence[int]],
+        tree: Tree,
         first: int,
         count: int,
+        fail: Fail | None = None,
     ) -> list[tuple[int, np.ndarray]]:
         """``(r, forbidden)`` for each of ``count`` rows of logits that is constrained; row r is after node ``first + r`` (-1: after the text).
 
         Args:
-            text: ``[T]`` the committed generated ids. tree: the existing nodes' tokens and parents.
+            text: ``[T]`` the committed generated ids. tree: the existing nodes' tokens and parents. fail: told where the grammar raises; ``None``: the error is raised.
         """
+        fail = raises if fail is None else fail
         with self._lock:
-            nodes, found = self._after(self._at(request, text), tree, first + count), []
+            try:
+                root = self._at(request, text)
+            except Exception as error:
+                fail([], 0, error)
+                return []
+            nodes, found = self._after(root, tree, first + count, fail), []
             for r in range(count):
-                node = nodes[1 + first + r] if first + r < len(nodes) - 1 else OUTSIDE
-                forbidden = self._forbidden(node)
+                n = first + r
+                try:
+                    forbidden = self._forbidden(nodes[1 + n] if n < len(nodes) - 1 else OUTSIDE)
+                except Exception as error:
+                    path = _path(tree, n)
+                    fail(path, len(path), error)
+                    continue
                 if forbidden is not None:
                     found.append((r, forbidden))
             return found
 
     def stray(self, request: int, text: np.ndarray, tokens: Sequence[int]) -> tuple[int, bool] | None:
-        """The first of ``tokens`` after a text that is not allowed, and whether any was; ``None`` if all are."""
+        """The first of ``tokens`` after a text that is not allowed, and whether any was; ``None`` if all are.
+
+        Raises:
+            BrokenAt: the grammar raised an error.
+        """
         with self._lock:
-            node = self._at(request, text)
+            node, n = None, 0
             for n, token in enumerate(tokens):
-                before, node = node, self._child(node, token)
+                try:
+                    before = self._at(request, text) if node is None else node
+                    node = self._child(before, token)
+                except Exception as error:
+                    raise BrokenAt(n, error) from error
                 if node is OUTSIDE:
                     return n, self._forbidden(before) is not None
         return None
+
+    def forced(self, request: int, text: np.ndarray, most: int) -> list[int]:
+        """Up to ``most`` tokens that follow a text: each is the only one that is allowed, or what the grammar's own ``forced`` says."""
+        found: list[int] = []
+        with self._lock:
+            node = self._at(request, text)
+            while len(found) < most and (new := self._only(node)):
+                for token in new:
+                    node = self._child(node, token)
+                    if node is OUTSIDE or len(found) == most:
+                        return found
+                    found.append(token)
+                    if node is ENDED:
+                        return found
+        return found
 
     def reserve(self, rows: int) -> None:
         """Forget the requests that were used the longest ago, if there are many more than a batch has ``rows``."""
@@ -163,11 +212,16 @@ class Tracker:
             while len(self._trails) > max(REQUESTS, 8 * rows):
                 self._trails.popitem(last=False)
 
-    def _after(self, root: Node, tree: tuple[Sequence[int], Sequence[int]], end: int) -> list[Node]:
+    def _after(self, root: Node, tree: Tree, end: int, fail: Fail) -> list[Node]:
         """The nodes after the text and after the tree's first ``end`` nodes, the text's first."""
         nodes = [root]
-        for token, parent in zip(tree[0][:end], tree[1]):
-            nodes.append(self._child(nodes[1 + parent], token))
+        for n, (token, parent) in enumerate(zip(tree[0][:end], tree[1])):
+            try:
+                nodes.append(self._child(nodes[1 + parent], token))
+            except Exception as error:
+                path = _path(tree, n)
+                fail(path, len(path) - 1, error)
+                nodes.append(OUTSIDE)
         return nodes
 
     def _at(self, request: int, text: np.ndarray) -> Node:
@@ -226,6 +280,19 @@ class Tracker:
         forbidden = self._packed(node)
         return None if bool((forbidden == 255).all()) else forbidden
 
+    def _only(self, node: Node) -> Sequence[int]:
+        """The tokens that the grammar forces after a node."""
+        if node is ENDED or node is OUTSIDE:
+            return ()
+        if isinstance(self.grammar, Forces) and (known := list(self.grammar.forced(node.state))):
+            return known
+        forbidden = self._packed(node)
+        some = np.flatnonzero(forbidden != 255)
+        if len(some) != 1:
+            return ()
+        allowed = 255 - int(forbidden[some[0]])
+        return (8 * int(some[0]) + allowed.bit_length() - 1,) if allowed.bit_count() == 1 else ()
+
     def _packed(self, node: Node) -> np.ndarray:
         if node.forbidden is None:
             node.forbidden = bits(self.grammar.allowed(node.state))
@@ -272,6 +339,20 @@ def unpacked(forbidden: np.ndarray, vocab_size: int) -> np.ndarray:
     if forbidden.shape[1] < width:
         forbidden = np.pad(forbidden, ((0, 0), (0, width - forbidden.shape[1])), constant_values=255)
     return np.unpackbits(forbidden, axis=1, count=vocab_size, bitorder="little").view(bool)
+
+
+def raises(path: list[int], kept: int, error: Exception) -> None:
+    """The ``Fail`` of a grammar whose errors are raised."""
+    raise error
+
+
+def _path(tree: Tree, n: int) -> list[int]:
+    """The tokens from the text to node ``n``."""
+    path: list[int] = []
+    while n >= 0:
+        path.append(tree[0][n])
+        n = tree[1][n]
+    return path[::-1]
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

@@ -112,7 +112,7 @@ def auto(
         refilled: whether a row that ends is replaced by the next request, as in ``serve``. Otherwise a batch gets smaller as its rows end, and a draft that
             some rows accept less than others gains less, because the slowest row decides when all are done.
     Raises:
-        TypeError: base is no builder, or drafts no mapping of at least one. ValueError: a draft of trees or with temperatures of its own for each request, no
+        TypeError: base is no builder, or drafts no mapping of at least one. ValueError: a draft of trees or with sampling settings of its own for each request, no
             length that it can have, another executor, a number below 1, or more temperatures than rows to measure.
     """
     if not isinstance(base, Builder):
@@ -146,9 +146,9 @@ def auto(
             raise ValueError(
                 f"there are {len(one_of_each)} temperatures and {repeats * sum(sizes)} rows are measured of each draft: raise repeats"
             )
-    if "grammar" in plain.sampling.own:
+    for name in plain.sampling.own.keys() - {"temperature"}:
         raise ValueError(
-            "base has a grammar for each request, and rows are measured in turn: give one for all"
+            f"base has a {name} for each request, and rows are measured in turn: give one for all"
         )
     pool = base.pool({"none": None, **arms}, Fixed(0), costs="wall").build()
     assert pool.selecting is not None
@@ -189,9 +189,7 @@ def _arms(base: Builder, drafts: Mapping[str, Any], lengths: Any) -> dict[str, A
         if info.trees or info.drafts:
             raise ValueError(f"draft {name!r} proposes trees or is a pool: give drafts of chains")
         if DraftPart.of(draft).by_request:
-            raise ValueError(
-                f"draft {name!r} has a grammar or a temperature for each request: give it one, or none"
-            )
+            raise ValueError(f"draft {name!r} has sampling settings for each request: give it one, or none")
         wanted = lengths.get(name) if isinstance(lengths, Mapping) else lengths
         if wanted is None:
             raise ValueError(f"lengths has none for draft {name!r}: give a number, or several")

@@ -136,7 +136,7 @@ def compare(
         built[name] = made = one.build() if isinstance(one, Builder) else one
         if made.sampling.by_request or made.drafting.by_request:
             raise ValueError(
-                f"decoder {name!r}, or its draft, has a grammar or a temperature for each request, and each repeat decodes other prompts: give one for all"
+                f"decoder {name!r}, or its draft, has sampling settings for each request, and each repeat decodes other prompts: give one for all"
             )
     at_least(1, "repeats", repeats, "give at least 1")
     at_least(2, "new_tokens", new_tokens, "give at least 2: the prefill gives the first")

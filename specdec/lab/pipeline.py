@@ -145,16 +145,16 @@ def for_some(decoder: Decoder, batch: int, size: int) -> Decoder:
     """The decoder for ``size`` of ``batch`` prompts, spread by ``spread``: where each request has a temperature, with theirs.
 
     Raises:
-        ValueError: there are fewer temperatures than prompts.
+        ValueError: there are fewer temperatures than prompts, or the decoder has other settings for each request.
     """
-    if "grammar" in decoder.sampling.own:
-        raise ValueError("the decoder has a grammar for each request: give one for all")
+    for name in decoder.sampling.own.keys() - {"temperature"}:
+        raise ValueError(f"the decoder has a {name} for each request: give one for all")
     temperature = decoder.sampling.temperature
     if not isinstance(temperature, tuple):
         return decoder
     if len(temperature) < batch:
         raise ValueError(
-            f"temperature has {len(temperature)} numbers and there are {batch} prompts: give one for each prompt"
+            f"temperature has {len(temperature)} entries and there are {batch} prompts: give one for each prompt"
         )
     return decoder.with_sampling(replace(decoder.sampling, temperature=spread(temperature[:batch], size)))
 

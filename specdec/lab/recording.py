@@ -88,8 +88,9 @@ def record(
         raise TypeError("prompts is one text: give a list of prompts, also of one")
     if sampling is not None and not isinstance(sampling, Sampling):
         raise TypeError(f"sampling is {sampling!r}: give a Sampling object")
-    if sampling is not None and "temperature" in sampling.own:
-        raise ValueError("sampling has a temperature for each request: record a trace for each temperature")
+    if sampling is not None and sampling.by_request:
+        names = " and a ".join(sampling.own)
+        raise ValueError(f"sampling has a {names} for each request: record a trace for each")
     if sampling is not None and sampling.grammar is not None:
         raise ValueError("sampling has a grammar, which a trace does not store: leave it out")
     entries = _entries(model, prompts)

@@ -133,7 +133,7 @@ def _check_fit(trace: Trace, part: DraftPart, k: int, model: Any) -> None:
         )
     if part.by_request:
         raise ValueError(
-            f"{name} has a grammar or a temperature for each request, and texts are numbered from 0 in every batch: give it one for all"
+            f"{name} has sampling settings for each request, and texts are numbered from 0 in every batch: give it one for all"
         )
     if model is not None:
         trace.check(model)

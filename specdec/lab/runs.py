@@ -137,11 +137,11 @@ def decode(
     Args:
         batch: rows at a time. seed: of the first prompt; each prompt has its own seed.
     Raises:
-        ValueError: there are several batches, and a temperature for each request.
+        ValueError: there are several batches, and sampling settings for each request.
     """
     if len(prompts) > batch and (decoder.sampling.by_request or decoder.drafting.by_request):
         raise ValueError(
-            f"the decoder, or its draft, has a grammar or a temperature for each request, and requests are numbered from 0 in every batch: give one "
+            "the decoder, or its draft, has sampling settings for each request, and requests are numbered from 0 in every batch: give one "
             f"for all, or batch={len(prompts)}"
         )
     tokens, seconds, ids, each = 0, 0.0, [], list[Each]()

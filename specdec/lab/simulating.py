@@ -100,7 +100,7 @@ def simulate(
     )
     if built.drafting.by_request:
         raise ValueError(
-            f"draft {built.drafting.info.name!r} has a grammar or a temperature for each request, and requests are numbered from 0 in every batch: give it one "
+            f"draft {built.drafting.info.name!r} has sampling settings for each request, and requests are numbered from 0 in every batch: give it one "
             "for all"
         )
     C = len(trace)

@@ -37,7 +37,7 @@ def accepted_by(
         at_least(1, name, value, "give at least 1")
     if decoder.sampling.by_request or decoder.drafting.by_request:
         raise ValueError(
-            "the decoder, or its draft, has a grammar or a temperature for each request, and requests are numbered from 0 in every batch: give one for all"
+            "the decoder, or its draft, has sampling settings for each request, and requests are numbered from 0 in every batch: give one for all"
         )
     if decoder.sampling.greedy:
         raise ValueError(

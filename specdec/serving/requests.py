@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 
 from specdec.arguments import function, listed, number, whole
-from specdec.grammars.contract import Grammar
-from specdec.grammars.tracker import tracked
-from specdec.sampling import check_temperature
+from specdec.sampling import Sampling
 from specdec.stats import Stats
 from specdec.texts import StreamChunk
 
@@ -27,12 +25,12 @@ class Request:
         key: any object that the caller wants back with the result.
         cancelled: asked after every round, ``threading.Event().is_set`` for example; when it says yes, the request ends with what it has.
         eos_token_id, stop_strings: what ends this request, as for ``generate``; ``None``: what the stream says, ``()``: none.
-        temperature, grammar: its own, if the stream takes such (``serve(own_temperatures=True, own_grammars=True)``); ``None``: the decoder's.
+        sampling: its own ``Sampling`` in place of the decoder's, if the stream takes such (``serve(own_sampling=True)``); ``None``: the decoder's.
         on_chunk: called with a ``StreamChunk`` after every round that commits tokens of this request: ``row`` is its number in the stream, and
             ``finish`` is set in its last chunk. The texts joined are ``Finished.text``. A request that never started has no chunks.
     Raises:
-        TypeError: the arrival, the seed or the temperature is no number, ``grammar`` is no grammar, or ``cancelled`` or ``on_chunk`` is no function. ValueError: the arrival is negative or infinite, or
-            the temperature out of range.
+        TypeError: the arrival or the seed is no number, ``sampling`` is no ``Sampling``, or ``cancelled`` or ``on_chunk`` is no function. ValueError:
+            the arrival is negative or infinite, or ``sampling`` has settings by request.
     """
 
     prompt: Any
@@ -44,18 +42,22 @@ class Request:
     eos_token_id: int | Sequence[int] | None = None
     stop_strings: str | Sequence[str] | None = None
     on_chunk: Callable[[StreamChunk], None] | None = None
-    temperature: float | None = None
-    grammar: Grammar[Any] | None = None
+    sampling: Sampling | None = None
 
     def __post_init__(self) -> None:
         function("cancelled", self.cancelled)
         function("on_chunk", self.on_chunk)
         if self.seed is not None:
             whole("seed", listed(self.seed), ", or None")
-        if self.temperature is not None:
-            check_temperature(self.temperature)
-        if self.grammar is not None:
-            object.__setattr__(self, "grammar", tracked(self.grammar))
+        if self.sampling is not None:
+            if type(self.sampling) is not Sampling:
+                raise TypeError(
+                    f"sampling is {self.sampling!r}: give a sd.Sampling(...), or None for the decoder's (a subclass may be the decoder's only)"
+                )
+            if self.sampling.by_request:
+                raise ValueError(
+                    f"sampling has a list of {' and of '.join(self.sampling.own)}: give those of this request"
+                )
         if self.arrival is None:
             return
         number("arrival", self.arrival, ", or None")
@@ -64,19 +66,13 @@ class Request:
                 f"arrival is {self.arrival}: give a time since the start of the stream, 0 or later"
             )
 
-    @property
-    def own(self) -> dict[str, Any]:
-        """Its own settings of the sampling, by name."""
-        settings = {"temperature": self.temperature, "grammar": self.grammar}
-        return {name: value for name, value in settings.items() if value is not None}
-
 
 @dataclass(frozen=True, eq=False)
 class Finished:
     """A finished request. Times are in units of the stream's clock, since its start.
 
     Attributes:
-        index: number of the request in the stream. ids: generated ids, with the token that ended it. text: ``None`` without a tokenizer.
+        index: number of the request in the stream. ids: generated ids, with the token that ended it (after an error of its own sampling, those before). text: ``None`` without a tokenizer.
         finish: ``"length"``, ``"eos"``, ``"stop_string"``, ``"cancelled"``, or ``"error"``. error: what was wrong with it (``serve(errors="yield")``). stats: counts (no seconds: the rows of a batch share them).
         arrived: when it was due. started: when its prefill began. first_token: when its prefill ended. finished: when its
             last token was committed.

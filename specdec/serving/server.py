@@ -27,11 +27,10 @@ from specdec.executors.pipelined import Pipelined
 from specdec.executors.round import MicroBatch
 from specdec.executors.scheduler import Scheduler
 from specdec.executors.worker import DraftRequest, InlineWorker
-from specdec.per_request import PerRequest
+from specdec.per_request import Failures, PerRequest
 from specdec.prompts import by_request, prepared, rows_of
 from specdec.protocols import PooledCache
 from specdec.rng import Philox, seeds
-from specdec.sampling import Sampling
 from specdec.serving.arrivals import Arrivals
 from specdec.serving.requests import Finished, Request
 from specdec.serving.settings import Settings, micro_batches_of, rules_of
@@ -61,6 +60,8 @@ class Server:
         self._by_request = by_request(composition)
         own = composition.sampling.own
         self._tables = {name: table for name, table in own.items() if isinstance(table, PerRequest)}
+        noted = next((table.failures for table in self._tables.values()), None)
+        self._failures: Failures = {} if noted is None else noted
         self.arrivals = Arrivals(requests, settings.admission, lambda: self.time)
         self.places = [Place(number) for number in range(micro_batches_of(executor, settings))]
         self.rows = -(-settings.limit // len(self.places))  # of a micro-batch at most
@@ -178,7 +179,7 @@ class Server:
         for ready in arrived:
             index, request, _ = ready.due
             one = self.open[index] = Open.of(ready, started, self.tokenizer, self.settings.errors == "yield")
-            if request.cancelled is not None or request.on_chunk is not None:
+            if request.cancelled is not None or request.on_chunk is not None or self._tables:
                 self.limits.cancelled[index] = one.ends
         try:
             micro_batch, draft_request = self._prefilled(place, contexts, Philox(torch.cat(own)))
@@ -251,12 +252,11 @@ class Server:
             for sampling in self._by_request:
                 sampling.check_requests(index)
             seed = self._seed(index, request)
-            for name in request.own.keys() - self._tables.keys():
-                raise ValueError(f"it has a {name}: give serve(..., own_{name}s=True)")
-            if request.grammar is not None:
-                Sampling(grammar=request.grammar).probe(
-                    self.composition.target.vocab_size, tokenizer=self.tokenizer
-                )
+            if request.sampling is not None:
+                if not self._tables:
+                    raise ValueError("it has a sampling: give serve(..., own_sampling=True)")
+                parts = self.composition
+                request.sampling.probe(parts.target.vocab_size, parts.device or "cpu", self.tokenizer)
         except (TypeError, ValueError) as error:
             what = (
                 str(error)
@@ -279,8 +279,9 @@ class Server:
             self.limits = replace(self.limits, max_length=known)
         if eos is not None or strings is not None:
             self.limits.own[index] = limits
-        for name, value in request.own.items():
-            self._tables[name].own[index] = value
+        if request.sampling is not None:
+            for name, value in request.sampling.settings.items():
+                self._tables[name].own[index] = value
         if "grammar" in self.composition.sampling.own:
             self.limits.end_at(index, self.composition.sampling.end_ids(index))
         return context, seed
@@ -334,8 +335,12 @@ class Server:
         record, tokens, ended = Record.of(round), round.verdict.tokens.tolist(), round.finished.tolist()
         new = [ids[:count] for ids, count in zip(tokens, record.committed)]
         for b, index in enumerate(record.request):
-            self.open[index].ids += new[b]
-            self.open[index].stats._add(record, b)
+            one, committed = self.open[index], len(new[b])
+            new[b] = one.add(new[b], self._failures.pop(index, ()))
+            if len(new[b]) < committed:
+                record.committed[b], record.truncated[b] = len(new[b]), True
+            if new[b]:
+                one.stats._add(record, b)
         if self.settings.on_round is not None:
             with torch.inference_mode(False):
                 self.settings.on_round(round)
@@ -348,7 +353,11 @@ class Server:
         self.limits.own.pop(index, None)
         for table in self._tables.values():
             table.own.pop(index, None)
-        return self.open.pop(index)
+        one = self.open.pop(index)
+        if one.failed is not None and one.error is None:
+            one.error = one.failed.error
+            clear_frames(one.error.__traceback__)  # they hold logits, and the error is kept
+        return one
 
     def _finished(self, round: Round) -> Iterator[Finished]:
         time = self.time

@@ -35,8 +35,7 @@ class Settings:
     on_round: Callable[[Round], None] | None = None
     errors: Literal["raise", "yield"] = "raise"
     admission: Admission = InOrder()
-    own_temperatures: bool = False
-    own_grammars: bool = False
+    own_sampling: bool = False
 
 
 def check(composition: Composition, executor: Executor, settings: Settings) -> None:
@@ -76,11 +75,10 @@ def check(composition: Composition, executor: Executor, settings: Settings) -> N
             f"micro_batches is {micro_batches_of(executor, settings)} and limit is {settings.limit}: each micro-batch needs a row; use at most "
             f"{settings.limit}, or raise limit"
         )
-    for what, own in (("temperatures", settings.own_temperatures), ("grammars", settings.own_grammars)):
-        if own and isinstance(executor, Pipelined) and executor.workers == "processes":
-            raise ValueError(
-                f"own_{what} is set and the drafts run in another process, which does not see {what} that come later: give workers='threads'"
-            )
+    if settings.own_sampling and isinstance(executor, Pipelined) and executor.workers == "processes":
+        raise ValueError(
+            "own_sampling is set and the drafts run in another process, which does not see settings that come later: give workers='threads'"
+        )
     for part in composition.drafting.parts:
         if part.joins is None:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.executors.round import MicroBatch
+from specdec.per_request import Failure
 from specdec.serving.requests import Request
 from specdec.stats import Stats
 from specdec.texts import GrowingText, StreamChunk
@@ -44,7 +45,7 @@ class Open:
 
     Attributes:
         growing: the text that its chunks have shown, where there are chunks and a tokenizer. lenient: an error of its ``on_chunk`` or ``cancelled``
-            ends this request alone, and is its ``error``.
+            ends this request alone, and is its ``error``. failed: so does the first failure of its sampling in the committed text.
     """
 
     due: Due
@@ -56,6 +57,7 @@ class Open:
     stats: Stats = field(default_factory=Stats)
     first_token: float = 0.0
     error: Exception | None = None
+    failed: Failure | None = None
 
     @staticmethod
     def of(ready: Ready, started: float, tokenizer: Any, lenient: bool) -> Open:
@@ -63,19 +65,32 @@ class Open:
         shown = tokenizer is not None and ready.due.request.on_chunk is not None
         return Open(ready.due, started, prompt, GrowingText(tokenizer, prompt) if shown else None, lenient)
 
+    def add(self, new: list[int], failures: Sequence[Failure]) -> list[int]:
+        """Note the tokens of a round; returns those that stay, which are the ones before a failure of its sampling."""
+        text = self.prompt + self.ids + new
+        real = [one for one in failures if text[: len(one.text)] == one.text]
+        if real and self.failed is None:
+            self.failed = min(real, key=lambda one: one.kept)
+        if self.failed is not None:
+            new = new[: max(self.failed.kept - len(self.prompt) - len(self.ids), 0)]
+        self.ids += new
+        return new
+
     def show(self, new: list[int], finish: str | None) -> None:
         """Call the request's ``on_chunk``, if it has one."""
         see = self.due.request.on_chunk
-        if see is not None and self.error is None:
+        if finish is not None and self.failed is not None:
+            finish = "error"
+        if see is not None and self.error is None and (new or finish is not None):
             text = None if self.growing is None else self.growing.more(new, last=finish is not None)
             self._call(lambda: see(StreamChunk(self.due.number, new, text, finish)))
 
     def ends(self) -> bool:
-        """Whether the request is to end now: it was cancelled, or its own code failed."""
+        """Whether the request is to end now: it was cancelled, or its own code or sampling failed."""
         asked = self.due.request.cancelled
         if self.error is None and asked is not None and self._call(asked):
             return True
-        return self.error is not None
+        return self.error is not None or self.failed is not None
 
     def _call(self, function: Callable[[], Any]) -> Any:
         """Call the request's own code."""
