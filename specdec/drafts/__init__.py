@@ -3,6 +3,7 @@
 from specdec.drafts.cascade import Cascade
 from specdec.drafts.function import FunctionDraft, chain_draft
 from specdec.drafts.heads.draft import Head
+from specdec.drafts.jump_forward import JumpForward
 from specdec.drafts.magicdec.draft import MagicDec
 from specdec.drafts.model import Model
 from specdec.drafts.ngram import NGram
@@ -23,6 +24,7 @@ __all__ = [
     "Corpus",
     "FunctionDraft",
     "Head",
+    "JumpForward",
     "MagicDec",
     "Model",
     "NGram",
