@@ -61,6 +61,7 @@ RECIPES = [
     "train_heads",
     "train_head",
     "answers",
+    "endpoint",
     "heads",
     "spin_pool",
     "spin_selection",
@@ -85,7 +86,7 @@ def test_help_says_what_and_how():
     assert scripts | {"gpu/suite"} == {*RECIPES, "spire_throughput", "checkout"}
     for name, ran in zip(RECIPES, each(*([f"recipes/{name}.py", "--help"] for name in RECIPES))):
         assert ran.returncode == 0, (name, ran.stderr)
-        assert "--json" in ran.stdout, name
+        assert ("--json" in ran.stdout) != (name == "endpoint"), name  # it measures nothing itself
         assert len(ran.stdout) > 400, name
 
 

@@ -1,0 +1,325 @@
+"""The HTTP endpoint: its texts are the decoder's, in one piece and in parts, and what it cannot do is refused by name."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from http.client import HTTPConnection
+
+import pytest
+from recipe_runs import imported
+
+import specdec as sd
+
+PROMPT = "import os\n"
+
+
+@pytest.fixture(scope="module")
+def endpoint():
+    with imported("endpoint") as module:
+        yield module
+
+
+@contextmanager
+def running(made):
+    """A server that answers."""
+    thread = threading.Thread(target=made.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield made
+    finally:
+        made.shutdown()
+        made.end()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def server(endpoint):
+    with running(endpoint.served(endpoint.Settings(port=0, limit=3))) as made:
+        yield made
+
+
+def ask(server, path, body=None, raw=None):
+    """Status, content type and text of an answer."""
+    connection = HTTPConnection(*server.server_address, timeout=60)
+    data = json.dumps(body) if raw is None else raw
+    connection.request("GET" if body is raw is None else "POST", path, None if body is raw is None else data)
+    answer = connection.getresponse()
+    said = answer.status, answer.headers["Content-Type"], answer.read().decode()
+    connection.close()
+    return said
+
+
+def complete(server, **body):
+    status, _, text = ask(server, "/v1/completions", {"prompt": PROMPT, "max_tokens": 12, "seed": 3, **body})
+    assert status == 200, text
+    return json.loads(text)
+
+
+def events(text):
+    *parts, done, rest = text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+def plain(server, new=12, seed=3, **sampling):
+    decoder = sd.decoder(server.engine.target).sampling(**sampling).build()
+    return decoder.generate([PROMPT], new, seed=seed)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0, "top_k": -1}])
+def test_the_text_is_the_decoders(server, sampling):
+    said, wanted = complete(server, **sampling), plain(server, temperature=0.0)
+    assert said["choices"] == [
+        {"index": 0, "logprobs": None, "text": wanted.texts[0], "finish_reason": "length"}
+    ]
+    usage = said["usage"]
+    prompt = len(server.engine.target.tokenizer(PROMPT)["input_ids"])
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (prompt, 12)
+    details = usage["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 0
+    assert said["object"] == "text_completion"
+
+
+def test_parts_are_the_whole(server):
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0.7, "top_p": 0.9, "seed": 5, "stream": True}
+    status, kind, text = ask(server, "/v1/completions", {**body, "stream_options": {"include_usage": True}})
+    assert (status, kind) == (200, "text/event-stream")
+    *parts, last, usage = events(text)
+    made = "".join(part["choices"][0]["text"] for part in parts)
+    assert len(parts) > 1
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert usage["usage"]["completion_tokens"] == 12
+    assert made == complete(server, temperature=0.7, top_p=0.9, seed=5)["choices"][0]["text"]
+
+
+def test_clients_share_batches_and_their_seeds_decide(server):
+    most = 0
+
+    def one(seed):
+        return complete(server, temperature=1.0, seed=seed, max_tokens=40)["choices"][0]["text"]
+
+    def watch():
+        nonlocal most
+        while not done.is_set():
+            most = max(most, len(server.engine.open))
+            time.sleep(0.001)
+
+    done = threading.Event()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with ThreadPoolExecutor(6) as pool:
+        texts = list(pool.map(one, range(6)))
+    done.set()
+    watcher.join()
+    assert most > 1
+    assert texts == [one(seed) for seed in range(6)]
+    assert len(set(texts)) > 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_is_not_shown(server, stream):
+    whole = plain(server, 24, temperature=0.0).texts[0]
+    stop = whole[9:12]
+    body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "stop": [stop], "stream": stream}
+    _, _, text = ask(server, "/v1/completions", body)
+    if stream:
+        parts = events(text)
+        made, end = "".join(part["choices"][0]["text"] for part in parts), parts[-1]["choices"][0]
+    else:
+        end = json.loads(text)["choices"][0]
+        made = end["text"]
+    assert made == whole[: whole.find(stop)]
+    assert end["finish_reason"] == "stop"
+
+
+def test_the_beginning_of_a_stop_waits(endpoint):
+    job = endpoint.Job(1, ("END", "\n\n"))
+    assert job.shown("a\n", last=False) == "a"
+    assert job.shown("a\n", last=True) == "a\n"
+    assert job.shown("a EN", last=False) == "a "
+    assert job.shown("a END b", last=False) == "a "
+    assert job.shown("a\n\nEND", last=True) == "a"
+
+
+def test_a_schema_is_followed(server):
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    said = complete(server, response_format=form, temperature=0, max_tokens=60)["choices"][0]
+    assert json.loads(said["text"])["a"] in (1, 2)
+    said = complete(server, structured_outputs={"regex": "[0-9]{3}"}, max_tokens=60)["choices"][0]
+    assert (len(said["text"]), said["finish_reason"]) == (3, "stop")
+
+
+WRONG = [
+    ({"prompt": PROMPT, "n": 2}, "n is 2: only 1 is supported"),
+    ({"prompt": PROMPT, "n": True}, "n is True: only 1"),
+    ({"prompt": PROMPT, "logprobs": 3}, "logprobs is 3: only False"),
+    ({"prompt": PROMPT, "truncate": 3}, "truncate is not supported: leave it out"),
+    ({"max_tokens": 3}, "prompt is missing"),
+    ({"prompt": [PROMPT, PROMPT]}, "prompt holds 2 prompts: send a request for each"),
+    ({"prompt": [{"role": "user", "content": "x"}]}, "prompt is a chat"),
+    ({"prompt": ""}, "prompt 0 is empty"),
+    ({"prompt": PROMPT, "top_p": 2}, "top_p is 2"),
+    ({"prompt": PROMPT, "top_k": False}, "top_k is False: give int"),
+    ({"prompt": PROMPT, "ignore_eos": "no"}, "ignore_eos is 'no': give bool"),
+    ({"prompt": PROMPT, "stop": 5}, "stop is 5: give str or list"),
+    ({"prompt": PROMPT, "stop": [5]}, "stop is [5]: give a text"),
+    ({"prompt": PROMPT, "max_tokens": 0}, "max_new_tokens"),
+    ({"prompt": PROMPT, "max_tokens": 10**6}, "positions"),
+    ({"prompt": PROMPT, "seed": -1}, "seed"),
+    ({"prompt": PROMPT, "response_format": {"type": "xml"}}, "response_format is"),
+    (
+        {"prompt": PROMPT, "response_format": {"type": "json_schema", "json_schema": "x"}},
+        "response_format is",
+    ),
+    ({"prompt": PROMPT, "structured_outputs": {"choice": ["a"]}}, "have choice: give one of"),
+    ({"prompt": PROMPT, "structured_outputs": {"regex": 5}}, "regex is 5: give a text"),
+    ({"prompt": PROMPT, "structured_outputs": {"regex": "5", "json": {}}}, "have json, regex: give one of"),
+    ([1], "the body is no JSON object"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), WRONG)
+def test_what_is_wrong_is_refused_by_name(server, body, message):
+    for stream in (False, True):
+        data = {**body, "stream": stream} if isinstance(body, dict) else body
+        status, _, text = ask(server, "/v1/completions", data)
+        assert status == 400
+        assert message in json.loads(text)["error"]["message"]
+
+
+def test_what_says_nothing_is_taken(server, endpoint):
+    quiet = {**endpoint.NEUTRAL, "presence_penalty": 0.0, "user": None, "structured_outputs": {"regex": None}}
+    ids = server.engine.target.tokenizer(PROMPT)["input_ids"]
+    said = [
+        complete(server, temperature=0, **more) for more in ({}, quiet, {"prompt": ids}, {"prompt": [ids]})
+    ]
+    assert len({one["choices"][0]["text"] for one in said}) == 1
+
+
+def test_other_answers(server):
+    assert ask(server, "/health")[0] == 200
+    model = json.loads(ask(server, "/v1/models")[2])["data"][0]
+    assert (model["id"], model["max_model_len"]) == ("pocket-target", 2048)
+    assert ask(server, "/v2")[0] == 404
+    assert ask(server, "/v2", {})[0] == 404
+    assert ask(server, "/v1/completions", raw="{")[0] == 400
+    status, _, text = ask(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
+    assert status == 400
+    assert "chat template" in json.loads(text)["error"]["message"]
+
+
+def test_a_connection_goes_on_after_an_error(server):
+    connection = HTTPConnection(*server.server_address, timeout=60)
+    for body, status in (({"prompt": ""}, 400), ({"prompt": PROMPT, "max_tokens": 2}, 200)):
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        answer = connection.getresponse()
+        assert answer.status == status
+        answer.read()
+    for name, value in (("Content-Length", "x"), ("Transfer-Encoding", "chunked")):
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader(name, value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        assert answer.status == 411
+        answer.read()
+        connection.close()
+
+
+def test_chats_are_answered(endpoint):
+    model, tokenizer = sd.zoo.load("pocket-target")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    engine = endpoint.Engine(sd.decoder((model, tokenizer)).build(), 2)
+    with running(endpoint.Server(engine, "127.0.0.1", 0, "x", 8)) as made:
+        wanted = plain(made, 8, temperature=0.0).texts[0]
+        body = {"messages": [{"role": "user", "content": "import os"}], "temperature": 0}
+        said = json.loads(ask(made, "/v1/chat/completions", body)[2])
+        assert said["object"] == "chat.completion"
+        assert said["choices"][0]["message"] == {"role": "assistant", "content": wanted}
+        parts = [{"type": "text", "text": "import"}, {"type": "text", "text": " os"}]
+        body["messages"] = [{"role": "user", "content": parts}]
+        deltas = [
+            event["choices"][0]["delta"]
+            for event in events(ask(made, "/v1/chat/completions", {**body, "stream": True})[2])
+        ]
+        assert "".join(delta.get("content", "") for delta in deltas) == wanted
+        assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+        body["messages"] = [{"role": "user", "content": [{"type": "image_url"}]}]
+        assert "no text" in ask(made, "/v1/chat/completions", body)[2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_ends_its_request(server, stream, monkeypatch):
+    jobs = []
+    submit = server.engine.submit
+
+    def watched(*args, **settings):
+        jobs.append(submit(*args, **settings))
+        return jobs[-1]
+
+    monkeypatch.setattr(server.engine, "submit", watched)
+    connection = HTTPConnection(*server.server_address, timeout=60)
+    body = {"prompt": PROMPT, "max_tokens": 900, "temperature": 1.0, "ignore_eos": True, "stream": stream}
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    if stream:
+        connection.getresponse().close()
+    while not jobs:
+        time.sleep(0.001)
+    connection.close()
+    until = time.monotonic() + 60
+    while jobs[0] in server.engine.open and time.monotonic() < until:
+        time.sleep(0.01)
+    assert jobs[0].gone.is_set()
+    while isinstance(one := jobs[0].said.get(timeout=60), sd.StreamChunk):
+        pass
+    assert one.finish == "cancelled"
+    assert len(one.ids) < 900
+
+
+def test_an_engine_that_breaks_says_so(endpoint, capsys):
+    def score(self, *args, **settings):
+        raise RuntimeError("out of order")
+
+    model, tokenizer = sd.zoo.load("pocket-target")
+    decoder = sd.decoder(sd.HFModel(model, tokenizer)).build()
+    broken = type("Broken", (sd.HFModel,), {"score": score})(model, tokenizer)
+    engine = endpoint.Engine(replace(decoder, target=broken), 2)
+    with running(endpoint.Server(engine, "127.0.0.1", 0, "x", 8)) as made:
+        for status in (500, 503):
+            found, _, text = ask(made, "/v1/completions", {"prompt": PROMPT})
+            assert found == status
+            assert "out of order" in json.loads(text)["error"]["message"]
+        assert ask(made, "/health")[0] == 503
+    assert "out of order" in capsys.readouterr().err
+
+
+def test_an_end_ends_what_runs(endpoint):
+    made = endpoint.served(endpoint.Settings(port=0, plain=True))
+    with running(made), ThreadPoolExecutor(1) as pool:
+        body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}
+        answer = pool.submit(ask, made, "/v1/completions", body)
+        while not made.engine.open:
+            time.sleep(0.001)
+        made.engine.close()
+        status, _, text = answer.result(60)
+        assert status == 200
+        assert json.loads(text)["choices"][0]["finish_reason"] == "abort"
+        assert ask(made, "/v1/completions", body)[0] == 503
+
+
+def test_wrong_settings_are_refused(endpoint, server):
+    with pytest.raises(SystemExit, match="limit is 0"):
+        endpoint.served(endpoint.Settings(port=0, limit=0))
+    with pytest.raises(SystemExit, match=r"--port \d+: .*: give others"):
+        endpoint.served(endpoint.Settings(port=server.server_address[1]))
