@@ -1,4 +1,4 @@
-"""An HTTP endpoint over a decoder, with OpenAI's completions and chat completions: for load generators and clients that exist already.
+"""An HTTP endpoint over a decoder, with OpenAI's completions and chat completions: for existing load generators and clients.
 
     python recipes/endpoint.py --target FOLDER_OR_HUB_ID --draft FOLDER_OR_HUB_ID
     curl localhost:8000/v1/completions -d '{"prompt": "import os", "max_tokens": 32, "temperature": 0}'
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import queue
-import select
+import re
 import socket
 import threading
 import time
@@ -52,6 +52,14 @@ TAKEN: dict[str, tuple[type, ...]] = {
     "messages": (list,),
 }
 """What a body may have, and its types."""
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    dict: "an object",
+    str: "a text",
+    list: "a list",
+}
 NEUTRAL = {
     **dict.fromkeys(("n", "best_of", "repetition_penalty", "length_penalty"), 1),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs", "min_tokens", "priority"), 0),
@@ -101,8 +109,11 @@ class Job:
                 said = None
             if said is not None and not isinstance(said, sd.StreamChunk):
                 return said
-            if select.select([connection], [], [], 0)[0] and not connection.recv(1, socket.MSG_PEEK):
-                raise ConnectionResetError("the client is gone")
+            try:
+                if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    raise ConnectionResetError("the client is gone")
+            except BlockingIOError:  # it waits
+                pass
             if said is not None:
                 return said
 
@@ -215,14 +226,14 @@ def grammar_of(body: Mapping[str, Any], tokenizer: Any) -> Any:
     form = body.get("response_format", {"type": "text"})
     kind, schema = form.get("type"), form.get("json_schema")
     if kind == "json_schema" and isinstance(schema, dict):
-        wanted["response_format"] = schema.get("schema", {"type": "object"})
+        wanted["response_format.json_schema.schema"] = schema.get("schema") or {"type": "object"}
     elif kind == "json_object":
-        wanted["response_format"] = {"type": "object"}
+        wanted["response_format.json_schema.schema"] = {"type": "object"}
     elif kind != "text":
         raise ValueError(
             f"response_format is {form}: give the type text, json_object, or json_schema with its json_schema"
         )
-    if len(wanted) > 1 or wanted.keys() - {"json", "regex", "grammar", "response_format"}:
+    if len(wanted) > 1 or wanted.keys() - {"json", "regex", "grammar", "response_format.json_schema.schema"}:
         raise ValueError(
             f"structured_outputs and response_format have {', '.join(sorted(wanted))}: give one of json, regex and grammar"
         )
@@ -232,7 +243,7 @@ def grammar_of(body: Mapping[str, Any], tokenizer: Any) -> Any:
                 f"{name} is {text!r}: give a text{'' if name in ('regex', 'grammar') else ' or an object'}"
             )
         with _compiling:
-            kind = "json" if name == "response_format" else name
+            kind = "json" if "schema" in name else name
             return _grammar(kind, text if isinstance(text, str) else json.dumps(text), tokenizer)
     return None
 
@@ -245,6 +256,8 @@ def prompt_of(body: Mapping[str, Any], chat: bool) -> Any:
     if not chat:
         if any(isinstance(one, dict) for one in body[name]):
             raise ValueError("prompt is a chat: POST it to /v1/chat/completions as messages")
+        if any(isinstance(one, bool) for one in body[name]):
+            raise ValueError("prompt has true or false: give a text, or ids")
         return body[name]
     made = []
     for message in body[name]:
@@ -271,14 +284,14 @@ def asked(body: Any, chat: bool, most: int, tokenizer: Any) -> dict[str, Any]:
     for name, value in body.items():
         if name in TAKEN and type(value) not in TAKEN[name]:
             raise ValueError(
-                f"{name} is {value!r}: give {' or '.join(kind.__name__ for kind in TAKEN[name])}"
+                f"{name} is {json.dumps(value)}: give {' or '.join(map(WORDS.get, TAKEN[name]))}"
             )
         if name not in TAKEN and name not in NEUTRAL:
             raise ValueError(f"{name} is not supported: leave it out")
         if name in NEUTRAL and (
             value != NEUTRAL[name] or isinstance(value, bool) != isinstance(NEUTRAL[name], bool)
         ):
-            raise ValueError(f"{name} is {value!r}: only {NEUTRAL[name]!r} is supported")
+            raise ValueError(f"{name} is {json.dumps(value)}: only {json.dumps(NEUTRAL[name])} is supported")
     settings = {name: body[name] for name in SAMPLING if name in body}
     if settings.get("top_k", 1) in (0, -1):  # vLLM's words for all
         del settings["top_k"]
@@ -385,14 +398,14 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
-        text, sent = "", 0
+        text, sent, first = "", 0, True
         while isinstance(said, sd.StreamChunk):
             text += said.text
             shown = answer.job.shown(text, last=said.finish is not None)
             self._event(
-                answer.made(answer.piece(shown[sent:], first=not sent) | {"finish_reason": None}, part=True)
+                answer.made(answer.piece(shown[sent:], first=first) | {"finish_reason": None}, part=True)
             )
-            sent = max(sent, len(shown))
+            sent, first = max(sent, len(shown)), False
             said = answer.job.next(self.connection)
         error = said if isinstance(said, BaseException) else said.error
         if error is not None:
@@ -422,6 +435,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, status: int, message: str) -> None:
         kind = {400: "invalid_request_error", 404: "not_found_error"}.get(status, "server_error")
+        message = re.sub(r"^request \d+: ", "", message).replace("prompt 0", "the prompt")
         self._send(status, {"error": {"message": message, "type": kind, "code": status}})
 
 

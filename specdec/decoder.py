@@ -211,11 +211,11 @@ class Decoder(Composition):
             on_round: called after every round; a request's prefill is round 0 of a batch of its own. ``round.context.request[b]`` is
                 the request's number and ``round.verdict.tokens[b, :round.committed[b]]`` its new tokens, with which partial results can be shown.
             selection: as for ``generate``. errors: ``"raise"``, or ``"yield"``: a request that ``generate`` would refuse, or whose ``on_chunk``,
-                ``cancelled`` or own ``sampling`` raises, is yielded with ``finish="error"`` and its ``error``, and the others go on.
+                ``cancelled`` or sampling (where ``own_sampling`` is set) raises, is yielded with ``finish="error"`` and its ``error``, and the others go on.
             admission: in which order requests that wait join (``serving.ByKind``); ``None``: first come, first served. The order changes no
                 text (as above).
             own_sampling: requests may have a ``sampling`` of their own; those without have the decoder's. Refused under ``Ahead``, with drafts in
-                another process, and where the decoder has settings by number. Drafts use it, too, but for those with a ``Sampling`` of their own.
+                another process, and where the decoder has settings by number. Drafts use it, too, except those with a ``Sampling`` of their own.
         Raises:
             ValueError: at once, for a part that cannot take in rows during a run, an executor other than ``Serial``, ``Ahead`` and
                 ``Pipelined``, an invalid limit, clock, capacity, seed or stop, or a list of requests out of order; on its arrival, for
@@ -242,13 +242,13 @@ class Decoder(Composition):
         """The same parts for a stream whose requests have samplings of their own."""
         if self.sampling.overridden:
             raise ValueError(
-                f"own_sampling is set and the decoder's sampling is a {type(self.sampling).__name__}, which requests without one would share with all: "
-                "give sd.Sampling(...)"
+                f"own_sampling is set and the decoder's sampling is of class {type(self.sampling).__name__}, which would also change requests with a "
+                "sampling of their own: give sd.Sampling(...)"
             )
-        for name, given in self.sampling.own.items():
+        if self.sampling.own:
             raise ValueError(
-                f"own_sampling is set and the decoder's sampling has {len(given)} settings of {name} by number: give it a single one, for requests "
-                "without"
+                f"own_sampling is set and the decoder's sampling has a list of {' and of '.join(self.sampling.own)}: give single settings, for requests "
+                "without a sampling"
             )
         own = {name: PerRequest(default, failures) for name, default in self.sampling.settings.items()}
         return self.with_sampling(replace(self.sampling, **own))  # type: ignore[arg-type]

@@ -46,6 +46,10 @@ class PerRequest(Sequence[T]):
 def note(setting: Any, request: int, text: list[int], kept: int, error: Exception) -> None:
     """Note that a ``setting`` failed for a request; raises the error unless it is a ``PerRequest`` that keeps failures."""
     if not keeps(setting):
+        if isinstance(setting, PerRequest):
+            error.add_note(
+                f"This is of the sampling of request {request}: serve(errors='yield') ends it alone."
+            )
         raise error
     setting.failures.setdefault(request, []).append(Failure(text, kept, error))
 

@@ -115,13 +115,13 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    @property
+    @cached_property
     def settings(self) -> dict[str, Any]:
         """All settings, by name, as entries of tables that have one for each request."""
         made = {name: vars(self)[name] for name in ("temperature", "top_k", "top_p", "min_p", "grammar")}
         return made | {"processors": self._processors}
 
-    @property
+    @cached_property
     def own(self) -> dict[str, Sequence[Any]]:
         """The settings of which every request has its own, by name."""
         return {name: one for name, one in self.settings.items() if isinstance(one, tuple | PerRequest)}

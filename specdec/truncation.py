@@ -46,8 +46,11 @@ class Truncation:
 
     def __call__(self, scores: Tensor, context: Context, row: Callable[[], Tensor]) -> Tensor:
         """``scores [K, V]`` with -inf for tokens that are not kept. ``row()``: ``[K]`` on the host, the row of ``context`` of each."""
-        if not any(isinstance(one, Sequence) for one in (self.top_k, self.top_p, self.min_p)):
+        several = [one for one in (self.top_k, self.top_p, self.min_p) if isinstance(one, Sequence)]
+        if not several:
             return self._warped(scores)
+        if all(isinstance(one, PerRequest) and not one.own for one in several):
+            return _shared(*self._of(-1))._warped(scores)
         groups: dict[tuple[Any, ...], list[int]] = {}
         for b, one in enumerate(context.request.tolist()):
             groups.setdefault(self._of(one), []).append(b)

@@ -143,6 +143,15 @@ def test_a_draft_that_reads_the_target_drafts_where_little_is_forced(inner):
     assert out.row_stats[1].drafted > 0
 
 
+def test_a_head_drafts_no_more_than_it_can():
+    """More tokens may be forced than the head has, and its own chains stay as short as they are."""
+    head = sd.drafts.Head(sd.drafts.heads.Medusa.from_target(TARGET, heads=3))
+    base = sd.decoder(TARGET).verifier(sd.Coupled()).sampling(grammar=[RUNS, None])
+    decoder = base.draft(JumpForward(head), length=6).build()
+    out = decoder.generate([[1, 2], [3, 4]], 20, seed=0, eos_token_id=())
+    assert out.ids == base.build().generate([[1, 2], [3, 4]], 20, seed=0, eos_token_id=()).ids
+
+
 def test_forced_tokens_cost_no_forward():
     """Rounds commit a choice and the three tokens after it: with none drafted, a token of four is free of choice."""
     base = sd.decoder(TARGET).sampling(grammar=RUNS)

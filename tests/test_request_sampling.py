@@ -136,7 +136,7 @@ def test_wrong_samplings_of_a_streams_requests_are_refused():
         ValueError, match="sampling has a list of temperature and of top_p: give those of this"
     ):
         sd.Request([1], 4, sampling=sd.Sampling([0.5, 1], top_p=[0.5, 1]))
-    with pytest.raises(ValueError, match="has 2 settings of temperature by number"):
+    with pytest.raises(ValueError, match="has a list of temperature: give single settings"):
         plain.sampling(temperature=[0, 1]).build().serve([], own_sampling=True)
     with pytest.raises(ValueError, match="drafts run in another process"):
         piped = plain.executor(Pipelined(2, workers="processes")).build()
@@ -286,11 +286,54 @@ def test_a_failure_after_tokens_that_are_not_committed_ends_nothing():
     assert one.stats.drafted > 0
 
 
+@pytest.mark.parametrize("run", ["chain", "pipelined", "tree"])
+@pytest.mark.parametrize("end", ["eos", "stop_string"])
+def test_what_fails_after_the_end_fails_nowhere(run, end):
+    """Drafts that guess the end show a processor the text with it, which plain decoding never does."""
+    model, tokenizer = sd.zoo.load("pocket-target")
+    target, text = sd.HFModel(model, tokenizer), "import os\n"
+    whole = sd.decoder(target).greedy().build().generate([text], 12)
+    ids = tokenizer(text)["input_ids"] + whole.ids[0]
+    last = whole.ids[0][7]
+    end_at = ids.index(last, len(tokenizer(text)["input_ids"])) + 1
+    seen = []
+
+    def breaks(prefix, scores):
+        if prefix.shape[1] >= end_at:
+            seen.append(prefix.shape[1])
+            raise RuntimeError("after the end")
+        return scores
+
+    _, executor = RUNS[run]
+    guess = sd.drafts.Tree(target, (2, 1, 1)) if run == "tree" else sd.drafts.Model(target)
+    stops = (
+        {"eos_token_id": last}
+        if end == "eos"
+        else {"stop_strings": tokenizer.decode(ids[end_at - 2 : end_at]), "eos_token_id": ()}
+    )
+    decoder = sd.decoder(target).draft(guess, 3).executor(executor).greedy().build()
+    request = sd.Request(text, 12, sampling=sd.Sampling(0.0, processors=(breaks,)), **stops)
+    found = [*decoder.serve([request, request], 2, own_sampling=True, errors="yield")]
+    assert seen
+    for one in found:
+        assert (one.finish, one.error) == (end, None)
+        assert one.ids == ids[len(tokenizer(text)["input_ids"]) : end_at]
+
+
+def test_an_error_says_whose_it_is():
+    request = sd.Request([7, 8, 9], 9, sampling=BROKEN["processor"][0], eos_token_id=())
+    with pytest.raises(RuntimeError, match="broken") as raised:
+        list(sd.decoder(TARGET).build().serve([request], own_sampling=True))
+    assert raised.value.__notes__ == [
+        "This is of the sampling of request 0: serve(errors='yield') ends it alone."
+    ]
+
+
 def test_a_subclass_is_no_request_s_default():
     class Other(sd.Sampling):
         def __call__(self, *args):
             return super().__call__(*args)
 
     decoder = sd.decoder(TARGET).sampling(Other()).build()
-    with pytest.raises(ValueError, match="own_sampling is set and the decoder's sampling is a Other"):
+    with pytest.raises(ValueError, match="own_sampling is set and the decoder's sampling is of class Other"):
         decoder.serve([], own_sampling=True)

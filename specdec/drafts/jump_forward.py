@@ -27,14 +27,14 @@ from specdec.types import Context, Proposal, Round
 
 @dataclass(frozen=True)
 class JumpForward:
-    """Proposes what the row's grammar forces, then what ``draft`` proposes after it. Without a grammar it is ``draft``.
+    """Proposes what the row's grammar forces, then what ``draft`` proposes after it. Without a grammar it is ``draft``. ``Paced`` counts forced tokens, too.
 
     A grammar forces a token that is the only one that it allows. It may also have a method ``forced(state)``, which says which tokens will probably follow
     (llguidance's spell a forced text as the tokenizer would). Every token is verified, so the output keeps the target's distribution.
 
     Args:
-        draft: a draft, or a model. One that cannot be called for a text that is not committed, since it reads activations or the target's cache or is not
-            ``DraftInfo.revocable`` (a head, for example), drafts for the rows of which fewer than two tokens are forced.
+        draft: a draft, or a model. Some drafts cannot be called for a text that is not committed: heads, for example, and others that read the target's
+            activations or cache or are not ``DraftInfo.revocable``. Such a draft drafts only for rows in which fewer than two tokens are forced.
         most: the longest path that ``draft`` proposes, so that a large ``length`` of the decoder leaves room for forced tokens; ``None``: what is left.
     Raises:
         TypeError: ``most`` is no whole number. ValueError: ``most`` is below 1, or ``draft`` is a pool.
@@ -96,8 +96,7 @@ class JumpForward:
         if not self._goes_on:
             count = count.where(count > 1, 0)
             left = budget.where(count == 0, 0)
-        if self.most is not None:
-            left = left.clamp(max=self.most)
+        left = left.clamp(max=self._left(int(budget.max())))
         if not bool(count.any()):
             return self.part.propose(state, context, left, rng)
         tokens = torch.zeros(context.batch, int(count.max()), dtype=torch.long)

@@ -61,6 +61,7 @@ class Server:
         own = composition.sampling.own
         self._tables = {name: table for name, table in own.items() if isinstance(table, PerRequest)}
         noted = next((table.failures for table in self._tables.values()), None)
+        self._fails_alone = noted is not None
         self._failures: Failures = {} if noted is None else noted
         self.arrivals = Arrivals(requests, settings.admission, lambda: self.time)
         self.places = [Place(number) for number in range(micro_batches_of(executor, settings))]
@@ -179,7 +180,7 @@ class Server:
         for ready in arrived:
             index, request, _ = ready.due
             one = self.open[index] = Open.of(ready, started, self.tokenizer, self.settings.errors == "yield")
-            if request.cancelled is not None or request.on_chunk is not None or self._tables:
+            if request.cancelled is not None or request.on_chunk is not None or self._fails_alone:
                 self.limits.cancelled[index] = one.ends
         try:
             micro_batch, draft_request = self._prefilled(place, contexts, Philox(torch.cat(own)))
@@ -336,7 +337,7 @@ class Server:
         new = [ids[:count] for ids, count in zip(tokens, record.committed)]
         for b, index in enumerate(record.request):
             one, committed = self.open[index], len(new[b])
-            new[b] = one.add(new[b], self._failures.pop(index, ()))
+            new[b] = one.add(new[b], self._failures.pop(index, ()), ended[b])
             if len(new[b]) < committed:
                 record.committed[b], record.truncated[b] = len(new[b]), True
             if new[b]:

@@ -65,12 +65,13 @@ class Open:
         shown = tokenizer is not None and ready.due.request.on_chunk is not None
         return Open(ready.due, started, prompt, GrowingText(tokenizer, prompt) if shown else None, lenient)
 
-    def add(self, new: list[int], failures: Sequence[Failure]) -> list[int]:
-        """Note the tokens of a round; returns those that stay, which are the ones before a failure of its sampling."""
-        text = self.prompt + self.ids + new
-        real = [one for one in failures if text[: len(one.text)] == one.text]
-        if real and self.failed is None:
-            self.failed = min(real, key=lambda one: one.kept)
+    def add(self, new: list[int], failures: Sequence[Failure], ended: bool) -> list[int]:
+        """Note the tokens of a round; returns those that stay, which are the ones before a failure of its sampling. ``ended``: nothing follows them."""
+        if failures and self.failed is None:
+            text = self.prompt + self.ids + new
+            real = [one for one in failures if text[: len(one.text)] == one.text]
+            real = [one for one in real if not (ended and one.kept == len(text))]
+            self.failed = min(real, key=lambda one: one.kept, default=None)
         if self.failed is not None:
             new = new[: max(self.failed.kept - len(self.prompt) - len(self.ids), 0)]
         self.ids += new
