@@ -4,13 +4,13 @@
     curl localhost:8000/v1/completions -d '{"prompt": "import os", "max_tokens": 32, "temperature": 0}'
 
 POST /v1/completions and /v1/chat/completions take `prompt` (a text or ids) or `messages`, `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `seed`,
-`stop`, `ignore_eos`, `stream`, `stream_options`, and a grammar as `response_format` or as vLLM's `structured_outputs` (`json`, `regex` or `grammar`). What is not
-supported is refused by name. GET /v1/models and /health answer, too. All requests share the batches of one decoder (Decoder.serve). The usage of an answer says
+`stop`, `ignore_eos`, `stream`, `stream_options`, and a grammar as `response_format` or as vLLM's `structured_outputs` (`json`, `regex` or `grammar`). An
+unsupported field is refused by name, unless its value has no effect. GET /v1/models and /health answer, too. All requests share the batches of one decoder (Decoder.serve). The usage of an answer says
 how many drafted tokens were accepted and rejected. --draft is a pocket model, a folder or a hub id, of a causal LM, a SPIRe draft or a head, or one of ngram,
 suffix and none; --plain decodes with the target alone, so that the same client measures both.
 
-A request without a temperature has 1, whatever the model's generation config says. The endpoint is made for experiments: it knows no users, no encryption and no
-limits, and listens to this machine only unless --host says otherwise.
+A request without a temperature has 1, whatever the model's generation config says. The endpoint is made for experiments: it has no authentication, no encryption and
+no rate limits. It accepts connections from this machine only, unless --host says otherwise.
 """
 
 from __future__ import annotations

@@ -27,10 +27,12 @@ from specdec.types import Context, Proposal, Round
 
 @dataclass(frozen=True)
 class JumpForward:
-    """Proposes what the row's grammar forces, then what ``draft`` proposes after it. Without a grammar it is ``draft``. ``Paced`` counts forced tokens, too.
+    """Proposes what the row's grammar forces, then what ``draft`` proposes after it. Without a grammar it proposes what ``draft`` does, at most ``most``
+    tokens deep. ``Paced`` treats forced tokens as drafted ones.
 
-    A grammar forces a token that is the only one that it allows. It may also have a method ``forced(state)``, which says which tokens will probably follow
-    (llguidance's spell a forced text as the tokenizer would). Every token is verified, so the output keeps the target's distribution.
+    A token is forced if the grammar allows no other. A grammar may instead have a method ``forced(state)`` that returns the tokens that will follow, certainly or
+    probably; llguidance's returns a forced text as the tokenizer would split it. The target verifies every proposed token, so with a lossless verifier the output
+    keeps the target's distribution under the grammar.
 
     Args:
         draft: a draft, or a model. Some drafts cannot be called for a text that is not committed: heads, for example, and others that read the target's
