@@ -177,6 +177,13 @@ class Sampling:
         return Truncation(self.top_k, self.top_p, self.min_p)
 
     @cached_property
+    def _untouched(self) -> bool:
+        """Whether the scores are those after processors and grammar, but for requests' own temperatures."""
+        one = isinstance(self.temperature, Sequence) or self.temperature == 1
+        kept = self.top_k is None and self.top_p is None and self.min_p is None
+        return self.greedy or (one and kept)
+
+    @cached_property
     def _temperatures(self) -> Tensor:
         return torch.tensor(self.temperature, dtype=torch.float64)
 
@@ -205,7 +212,7 @@ class Sampling:
         if isinstance(self.temperature, Sequence):
             by_row = self._by_row(context)
             logits = logits / torch.where(by_row > 0, by_row, 1).to(logits)[:, None, None]
-        if self.greedy:
+        if self._untouched:
             return logits
         *_, R, V = logits.shape
         flat = logits.reshape(-1, V)
