@@ -16,17 +16,12 @@ no rate limits. It accepts connections from this machine only, unless --host say
 from __future__ import annotations
 
 import json
-import queue
 import re
-import socket
 import threading
 import time
-import traceback
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -38,36 +33,10 @@ from specdec.capabilities import ModelInfo
 from specdec.lab.console import quiet, short_errors
 from specdec.lab.options import option, parse
 from specdec.parts import as_draft
-from specdec.prompts import rows_of
+from specdec.serving.engine import Engine, Stopped
+from specdec.serving.openai import Answer, asked
 
 UNTRAINED = {"ngram": sd.drafts.NGram, "suffix": sd.drafts.Suffix, "none": sd.drafts.NoDraft}
-SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-TAKEN: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "seed", "top_k"), (int,)),
-    **dict.fromkeys(("temperature", "top_p", "min_p"), (int, float)),
-    **dict.fromkeys(("stream", "ignore_eos"), (bool,)),
-    **dict.fromkeys(("stream_options", "response_format", "structured_outputs"), (dict,)),
-    **dict.fromkeys(("prompt", "stop"), (str, list)),
-    **dict.fromkeys(("model", "user"), (str,)),
-    "messages": (list,),
-}
-"""What a body may have, and its types."""
-WORDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    dict: "an object",
-    str: "a text",
-    list: "a list",
-}
-NEUTRAL = {
-    **dict.fromkeys(("n", "best_of", "repetition_penalty", "length_penalty"), 1),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs", "min_tokens", "priority"), 0),
-    **dict.fromkeys(("echo", "logprobs", "use_beam_search", "include_stop_str_in_output"), False),
-    **dict.fromkeys(("skip_special_tokens", "add_special_tokens", "spaces_between_special_tokens"), True),
-    **{"logit_bias": {}, "tools": [], "stop_token_ids": [], "tool_choice": "none", "suffix": ""},
-}
-"""What else clients send, with the value that does nothing, which alone is taken."""
 
 
 @dataclass(frozen=True)
@@ -85,231 +54,6 @@ class Settings:
     host: str = option("127.0.0.1", "the address to listen on")
     port: int = option(8000, "the port to listen on (0: any)")
     threads: int = option(1, "torch threads")
-
-
-class Stopped(RuntimeError):
-    """No more requests are taken."""
-
-
-@dataclass(eq=False)
-class Job:
-    """A request of a client: what the engine has to say of it (chunks, then what is finished, or an error), and whether the client is gone."""
-
-    prompt_tokens: int
-    stops: tuple[str, ...]
-    said: queue.Queue[Any] = field(default_factory=queue.Queue)
-    gone: threading.Event = field(default_factory=threading.Event)
-
-    def next(self, connection: socket.socket) -> Any:
-        """What is said next; raises ConnectionResetError if the client goes before."""
-        while True:
-            try:
-                said = self.said.get(timeout=0.2)
-            except queue.Empty:
-                said = None
-            if said is not None and not isinstance(said, sd.StreamChunk):
-                return said
-            try:
-                if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                    raise ConnectionResetError("the client is gone")
-            except BlockingIOError:  # it waits
-                pass
-            if said is not None:
-                return said
-
-    def shown(self, text: str, last: bool) -> str:
-        """What of a text may be shown: what is before a stop, and, while there may be more, not the beginning of one."""
-        cut = min((at for stop in self.stops if (at := text.find(stop)) >= 0), default=None)
-        if cut is not None:
-            return text[:cut]
-        held = 0
-        if not last:
-            held = max((n for s in self.stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
-        return text[: len(text) - held]
-
-
-class Engine:
-    """A thread that serves requests from a queue with one decoder.
-
-    Raises:
-        TypeError, ValueError: the decoder cannot serve, or a number is wrong.
-    """
-
-    def __init__(self, decoder: sd.Decoder, limit: int, capacity: int | None = None):
-        self.decoder = decoder
-        self.target: Any = decoder.target
-        self.inbox: queue.Queue[sd.Request | None] = queue.Queue()
-        self.open, self.lock = set[Job](), threading.Lock()
-        self.broken: BaseException | None = None
-        rows_of(self.target, "a")  # a tokenizer may change itself when it is first used
-        self.stream = decoder.serve(
-            self._arrivals(), limit, capacity=capacity, errors="yield", own_sampling=True
-        )
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def submit(self, prompt: Any, stops: tuple[str, ...], **settings: Any) -> Job:
-        """Queue a request.
-
-        Raises:
-            Stopped: no more are taken. TypeError, ValueError: it is no request, or what its tokenizer's chat template raises.
-        """
-        rows = rows_of(self.target, prompt)
-        if len(rows) > 1:
-            raise ValueError(f"prompt holds {len(rows)} prompts: send a request for each")
-        job = Job(len(rows[0]), stops)
-        request = sd.Request(
-            rows[0], key=job, arrival=None, cancelled=job.gone.is_set, on_chunk=job.said.put, stop_strings=stops, **settings
-        )  # fmt: skip
-        with self.lock:
-            if self.broken is not None:
-                raise Stopped(str(self.broken))
-            self.open.add(job)
-            self.inbox.put(request)
-        return job
-
-    def close(self) -> None:
-        """Stop; requests end with what they have."""
-        with self.lock:
-            self.broken = self.broken or Stopped("the server is ending")
-            for job in self.open:
-                job.gone.set()
-            self.inbox.put(None)
-        self.thread.join()
-
-    def _arrivals(self) -> Iterator[sd.Request | None]:
-        while True:
-            try:
-                request = self.inbox.get_nowait()
-            except queue.Empty:
-                yield None
-                continue
-            if request is None:
-                return
-            yield request
-
-    def _run(self) -> None:
-        error: BaseException = Stopped("the server is ending")
-        try:
-            for one in self.stream:
-                job: Any = one.request.key
-                with self.lock:
-                    self.open.discard(job)
-                job.said.put(one)
-        except BaseException as raised:
-            error = raised
-            traceback.print_exc()
-        finally:
-            with self.lock:
-                self.broken = self.broken or error
-                for job in self.open:
-                    job.said.put(error)
-                self.open.clear()
-
-
-_compiling = threading.Lock()
-
-
-@lru_cache(64)
-def _grammar(kind: str, text: str, tokenizer: Any) -> Any:
-    made = {"json": sd.grammars.json_schema, "regex": sd.grammars.regex, "grammar": sd.grammars.lark}
-    return made[kind](text, tokenizer)
-
-
-def grammar_of(body: Mapping[str, Any], tokenizer: Any) -> Any:
-    """The grammar of a request, or ``None``. Equal ones are made once, so that requests share what was read.
-
-    Raises:
-        ValueError: it is invalid, or not supported.
-    """
-    wanted = {name: one for name, one in body.get("structured_outputs", {}).items() if one is not None}
-    form = body.get("response_format", {"type": "text"})
-    kind, schema = form.get("type"), form.get("json_schema")
-    if kind == "json_schema" and isinstance(schema, dict):
-        wanted["response_format.json_schema.schema"] = schema.get("schema") or {"type": "object"}
-    elif kind == "json_object":
-        wanted["response_format.json_schema.schema"] = {"type": "object"}
-    elif kind != "text":
-        raise ValueError(
-            f"response_format is {form}: give the type text, json_object, or json_schema with its json_schema"
-        )
-    if len(wanted) > 1 or wanted.keys() - {"json", "regex", "grammar", "response_format.json_schema.schema"}:
-        raise ValueError(
-            f"structured_outputs and response_format have {', '.join(sorted(wanted))}: give one of json, regex and grammar"
-        )
-    for name, text in wanted.items():
-        if not isinstance(text, str) and (name in ("regex", "grammar") or not isinstance(text, dict)):
-            raise ValueError(
-                f"{name} is {text!r}: give a text{'' if name in ('regex', 'grammar') else ' or an object'}"
-            )
-        with _compiling:
-            kind = "json" if "schema" in name else name
-            return _grammar(kind, text if isinstance(text, str) else json.dumps(text), tokenizer)
-    return None
-
-
-def prompt_of(body: Mapping[str, Any], chat: bool) -> Any:
-    """The prompt of a completion, or the messages of a chat, with the texts of their parts joined; raises ValueError for others."""
-    name = "messages" if chat else "prompt"
-    if name not in body:
-        raise ValueError(f"{name} is missing")
-    if not chat:
-        if any(isinstance(one, dict) for one in body[name]):
-            raise ValueError("prompt is a chat: POST it to /v1/chat/completions as messages")
-        if any(isinstance(one, bool) for one in body[name]):
-            raise ValueError("prompt has true or false: give a text, or ids")
-        return body[name]
-    made = []
-    for message in body[name]:
-        if not isinstance(message, dict):
-            raise ValueError(f"messages has {message!r}: give objects with role and content")
-        parts = message.get("content")
-        if isinstance(parts, list):
-            if any(not isinstance(part, dict) or part.get("type") != "text" for part in parts):
-                raise ValueError("messages has content that is no text: give parts of the type text")
-            message = {**message, "content": "".join(part["text"] for part in parts)}
-        made.append(message)
-    return made
-
-
-def asked(body: Any, chat: bool, most: int, tokenizer: Any) -> dict[str, Any]:
-    """The arguments of ``Engine.submit`` that a body asks for.
-
-    Raises:
-        TypeError, ValueError: the body is no object, has no prompt, or has what is not supported.
-    """
-    if not isinstance(body, dict):
-        raise ValueError("the body is no JSON object")
-    body = {name: value for name, value in body.items() if value is not None}
-    for name, value in body.items():
-        if name in TAKEN and type(value) not in TAKEN[name]:
-            raise ValueError(
-                f"{name} is {json.dumps(value)}: give {' or '.join(map(WORDS.get, TAKEN[name]))}"
-            )
-        if name not in TAKEN and name not in NEUTRAL:
-            raise ValueError(f"{name} is not supported: leave it out")
-        if name in NEUTRAL and (
-            value != NEUTRAL[name] or isinstance(value, bool) != isinstance(NEUTRAL[name], bool)
-        ):
-            raise ValueError(f"{name} is {json.dumps(value)}: only {json.dumps(NEUTRAL[name])} is supported")
-    settings = {name: body[name] for name in SAMPLING if name in body}
-    if settings.get("top_k", 1) in (0, -1):  # vLLM's words for all
-        del settings["top_k"]
-    stops = body.get("stop", [])
-    stops = [stops] if isinstance(stops, str) else stops
-    if not all(isinstance(stop, str) for stop in stops):
-        raise ValueError(f"stop is {stops!r}: give a text, or a list of texts")
-    made = {
-        "prompt": prompt_of(body, chat),
-        "stops": tuple(stops),
-        "max_new_tokens": body.get("max_completion_tokens", body.get("max_tokens", most)),
-        "seed": body.get("seed"),
-        "eos_token_id": () if body.get("ignore_eos") else None,
-    }
-    rules = grammar_of(body, tokenizer)
-    if settings or rules is not None:
-        made["sampling"] = sd.Sampling(**settings, grammar=rules)
-    return made
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -437,49 +181,6 @@ class Handler(BaseHTTPRequestHandler):
         kind = {400: "invalid_request_error", 404: "not_found_error"}.get(status, "server_error")
         message = re.sub(r"^request \d+: ", "", message).replace("prompt 0", "the prompt")
         self._send(status, {"error": {"message": message, "type": kind, "code": status}})
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What is sent of a job, in OpenAI's words."""
-
-    chat: bool
-    model: str
-    job: Job
-    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def made(self, choice: Mapping[str, Any] | None, part: bool = False) -> dict[str, Any]:
-        kind = f"chat.completion{'.chunk' if part else ''}" if self.chat else "text_completion"
-        choices = [] if choice is None else [{"index": 0, "logprobs": None, **choice}]
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
-
-    def piece(self, text: str | None = None, first: bool = False) -> dict[str, Any]:
-        if not self.chat:
-            return {"text": text or ""}
-        role = {"role": "assistant"} if first else {}
-        return {"delta": role if text is None else {**role, "content": text}}
-
-    def end(self, one: sd.Finished) -> dict[str, str]:
-        return {"finish_reason": {"length": "length", "cancelled": "abort"}.get(one.finish, "stop")}
-
-    def usage(self, one: sd.Finished) -> dict[str, Any]:
-        """Counts of tokens. Drafted ones that were accepted or rejected are not among ``completion_tokens``: a stop may drop accepted ones."""
-        accepted, drafted = one.stats.accepted, one.stats.drafted
-        return {
-            "prompt_tokens": self.job.prompt_tokens,
-            "completion_tokens": len(one.ids),
-            "total_tokens": self.job.prompt_tokens + len(one.ids),
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted,
-            },
-        }  # fmt: skip
 
 
 class Server(ThreadingHTTPServer):

@@ -113,7 +113,7 @@ def processed(
                 path.append(node)
                 node = int(proposal.parents[b, node])  # type: ignore[union-attr]
             prefix = torch.cat([ids, proposal.tokens[b, path[::-1]]]) if path else ids  # type: ignore[union-attr]
-            scores = logits[b, r].clone()[None]  # a copy, which a processor may change in place
+            scores = out[b, r][None]  # a copy, which a processor may change in place
             try:
                 for processor in processors:
                     scores = check_scores(processor, processor(prefix[None], scores), scores)
@@ -127,6 +127,7 @@ def processed(
                 if fail is None:
                     raise
                 fail(prefix.tolist(), error)
+                out[b, r] = logits[b, r]
                 continue
             out[b, r] = scores[0]
     return out

@@ -14,6 +14,8 @@ import pytest
 from recipe_runs import imported
 
 import specdec as sd
+from specdec.serving.engine import Engine, Job
+from specdec.serving.openai import NEUTRAL
 
 PROMPT = "import os\n"
 
@@ -138,7 +140,7 @@ def test_a_stop_is_not_shown(server, stream):
 
 
 def test_the_beginning_of_a_stop_waits(endpoint):
-    job = endpoint.Job(1, ("END", "\n\n"))
+    job = Job(1, ("END", "\n\n"))
     assert job.shown("a\n", last=False) == "a"
     assert job.shown("a\n", last=True) == "a\n"
     assert job.shown("a EN", last=False) == "a "
@@ -201,7 +203,7 @@ def test_what_is_wrong_is_refused_by_name(server, body, message):
 
 
 def test_what_says_nothing_is_taken(server, endpoint):
-    quiet = {**endpoint.NEUTRAL, "presence_penalty": 0.0, "user": None, "structured_outputs": {"regex": None}}
+    quiet = {**NEUTRAL, "presence_penalty": 0.0, "user": None, "structured_outputs": {"regex": None}}
     ids = server.engine.target.tokenizer(PROMPT)["input_ids"]
     said = [
         complete(server, temperature=0, **more) for more in ({}, quiet, {"prompt": ids}, {"prompt": [ids]})
@@ -241,7 +243,7 @@ def test_a_connection_goes_on_after_an_error(server):
 def test_chats_are_answered(endpoint):
     model, tokenizer = sd.zoo.load("pocket-target")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    engine = endpoint.Engine(sd.decoder((model, tokenizer)).build(), 2)
+    engine = Engine(sd.decoder((model, tokenizer)).build(), 2)
     with running(endpoint.Server(engine, "127.0.0.1", 0, "x", 8)) as made:
         wanted = plain(made, 8, temperature=0.0).texts[0]
         body = {"messages": [{"role": "user", "content": "import os"}], "temperature": 0}
@@ -295,7 +297,7 @@ def test_an_engine_that_breaks_says_so(endpoint, capsys):
     model, tokenizer = sd.zoo.load("pocket-target")
     decoder = sd.decoder(sd.HFModel(model, tokenizer)).build()
     broken = type("Broken", (sd.HFModel,), {"score": score})(model, tokenizer)
-    engine = endpoint.Engine(replace(decoder, target=broken), 2)
+    engine = Engine(replace(decoder, target=broken), 2)
     with running(endpoint.Server(engine, "127.0.0.1", 0, "x", 8)) as made:
         for status in (500, 503):
             found, _, text = ask(made, "/v1/completions", {"prompt": PROMPT})

@@ -1,0 +1,196 @@
+"""OpenAI's completions and chat completions in JSON: what a body asks for, and how it is answered.
+
+Bodies may have vLLM's fields, too. What is not supported is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from specdec.grammars.guidance import json_schema, lark, regex
+from specdec.sampling import Sampling
+from specdec.serving.engine import Job
+from specdec.serving.requests import Finished
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+TAKEN: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "seed", "top_k"), (int,)),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), (int, float)),
+    **dict.fromkeys(("stream", "ignore_eos"), (bool,)),
+    **dict.fromkeys(("stream_options", "response_format", "structured_outputs"), (dict,)),
+    **dict.fromkeys(("prompt", "stop"), (str, list)),
+    **dict.fromkeys(("model", "user"), (str,)),
+    "messages": (list,),
+}
+"""What a body may have, and its types."""
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    dict: "an object",
+    str: "a text",
+    list: "a list",
+}
+NEUTRAL = {
+    **dict.fromkeys(("n", "best_of", "repetition_penalty", "length_penalty"), 1),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs", "min_tokens", "priority"), 0),
+    **dict.fromkeys(("echo", "logprobs", "use_beam_search", "include_stop_str_in_output"), False),
+    **dict.fromkeys(("skip_special_tokens", "add_special_tokens", "spaces_between_special_tokens"), True),
+    **{"logit_bias": {}, "tools": [], "stop_token_ids": [], "tool_choice": "none", "suffix": ""},
+}
+"""What else clients send, with the value that does nothing, which alone is taken."""
+
+
+_compiling = threading.Lock()
+MAKERS: dict[str, Callable[..., Any]] = {"json": json_schema, "regex": regex, "grammar": lark}
+
+
+@lru_cache(64)
+def _grammar(kind: str, text: str, tokenizer: Any) -> Any:
+    return MAKERS[kind](text, tokenizer)
+
+
+def grammar_of(body: Mapping[str, Any], tokenizer: Any) -> Any:
+    """The grammar of a request, or ``None``. Equal ones are made once, so that requests share what was read.
+
+    Raises:
+        ValueError: it is invalid, or not supported.
+    """
+    wanted = {name: one for name, one in body.get("structured_outputs", {}).items() if one is not None}
+    form = body.get("response_format", {"type": "text"})
+    kind, schema = form.get("type"), form.get("json_schema")
+    if kind == "json_schema" and isinstance(schema, dict):
+        wanted["response_format.json_schema.schema"] = schema.get("schema") or {"type": "object"}
+    elif kind == "json_object":
+        wanted["response_format.json_schema.schema"] = {"type": "object"}
+    elif kind != "text":
+        raise ValueError(
+            f"response_format is {form}: give the type text, json_object, or json_schema with its json_schema"
+        )
+    if len(wanted) > 1 or wanted.keys() - {"json", "regex", "grammar", "response_format.json_schema.schema"}:
+        raise ValueError(
+            f"structured_outputs and response_format have {', '.join(sorted(wanted))}: give one of json, regex and grammar"
+        )
+    for name, text in wanted.items():
+        if not isinstance(text, str) and (name in ("regex", "grammar") or not isinstance(text, dict)):
+            raise ValueError(
+                f"{name} is {text!r}: give a text{'' if name in ('regex', 'grammar') else ' or an object'}"
+            )
+        with _compiling:
+            kind = "json" if "schema" in name else name
+            return _grammar(kind, text if isinstance(text, str) else json.dumps(text), tokenizer)
+    return None
+
+
+def prompt_of(body: Mapping[str, Any], chat: bool) -> Any:
+    """The prompt of a completion, or the messages of a chat, with the texts of their parts joined; raises ValueError for others."""
+    name = "messages" if chat else "prompt"
+    if name not in body:
+        raise ValueError(f"{name} is missing")
+    if not chat:
+        if any(isinstance(one, dict) for one in body[name]):
+            raise ValueError("prompt is a chat: POST it to /v1/chat/completions as messages")
+        if any(isinstance(one, bool) for one in body[name]):
+            raise ValueError("prompt has true or false: give a text, or ids")
+        return body[name]
+    made = []
+    for message in body[name]:
+        if not isinstance(message, dict):
+            raise ValueError(f"messages has {message!r}: give objects with role and content")
+        parts = message.get("content")
+        if isinstance(parts, list):
+            if any(not isinstance(part, dict) or part.get("type") != "text" for part in parts):
+                raise ValueError("messages has content that is no text: give parts of the type text")
+            message = {**message, "content": "".join(part["text"] for part in parts)}
+        made.append(message)
+    return made
+
+
+def asked(body: Any, chat: bool, most: int, tokenizer: Any) -> dict[str, Any]:
+    """The arguments of ``Engine.submit`` that a body asks for.
+
+    Raises:
+        TypeError, ValueError: the body is no object, has no prompt, or has what is not supported.
+    """
+    if not isinstance(body, dict):
+        raise ValueError("the body is no JSON object")
+    body = {name: value for name, value in body.items() if value is not None}
+    for name, value in body.items():
+        if name in TAKEN and type(value) not in TAKEN[name]:
+            raise ValueError(
+                f"{name} is {json.dumps(value)}: give {' or '.join(WORDS[kind] for kind in TAKEN[name])}"
+            )
+        if name not in TAKEN and name not in NEUTRAL:
+            raise ValueError(f"{name} is not supported: leave it out")
+        if name in NEUTRAL and (
+            value != NEUTRAL[name] or isinstance(value, bool) != isinstance(NEUTRAL[name], bool)
+        ):
+            raise ValueError(f"{name} is {json.dumps(value)}: only {json.dumps(NEUTRAL[name])} is supported")
+    settings = {name: body[name] for name in SAMPLING if name in body}
+    if settings.get("top_k", 1) in (0, -1):  # vLLM's words for all
+        del settings["top_k"]
+    stops = body.get("stop", [])
+    stops = [stops] if isinstance(stops, str) else stops
+    if not all(isinstance(stop, str) for stop in stops):
+        raise ValueError(f"stop is {stops!r}: give a text, or a list of texts")
+    made = {
+        "prompt": prompt_of(body, chat),
+        "stops": tuple(stops),
+        "max_new_tokens": body.get("max_completion_tokens", body.get("max_tokens", most)),
+        "seed": body.get("seed"),
+        "eos_token_id": () if body.get("ignore_eos") else None,
+    }
+    rules = grammar_of(body, tokenizer)
+    if settings or rules is not None:
+        made["sampling"] = Sampling(**settings, grammar=rules)
+    return made
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is sent of a job, in OpenAI's words."""
+
+    chat: bool
+    model: str
+    job: Job
+    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def made(self, choice: Mapping[str, Any] | None, part: bool = False) -> dict[str, Any]:
+        kind = f"chat.completion{'.chunk' if part else ''}" if self.chat else "text_completion"
+        choices = [] if choice is None else [{"index": 0, "logprobs": None, **choice}]
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def piece(self, text: str | None = None, first: bool = False) -> dict[str, Any]:
+        if not self.chat:
+            return {"text": text or ""}
+        role = {"role": "assistant"} if first else {}
+        return {"delta": role if text is None else {**role, "content": text}}
+
+    def end(self, one: Finished) -> dict[str, str]:
+        return {"finish_reason": {"length": "length", "cancelled": "abort"}.get(one.finish, "stop")}
+
+    def usage(self, one: Finished) -> dict[str, Any]:
+        """Counts of tokens. Drafted ones that were accepted or rejected are not among ``completion_tokens``: a stop may drop accepted ones."""
+        accepted, drafted = one.stats.accepted, one.stats.drafted
+        return {
+            "prompt_tokens": self.job.prompt_tokens,
+            "completion_tokens": len(one.ids),
+            "total_tokens": self.job.prompt_tokens + len(one.ids),
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted,
+            },
+        }  # fmt: skip
