@@ -50,6 +50,10 @@ class Settings:
         0,
         "the most tokens of a request, for which memory is made at the start; longer ones are refused (0: memory grows as needed)",
     )
+    prefix_cache: int = option(
+        0,
+        "MiB in which the target keeps prompts, for requests that begin like earlier ones (0: it keeps none)",
+    )
     max_tokens: int = option(128, "new tokens of a request without max_tokens")
     host: str = option("127.0.0.1", "the address to listen on")
     port: int = option(8000, "the port to listen on (0: any)")
@@ -239,7 +243,13 @@ def served(s: Settings) -> Server:
     torch.set_num_threads(s.threads)
     quiet()
     with short_errors():
-        base = sd.decoder(s.target)
+        if s.prefix_cache < 0:
+            raise ValueError(f"--prefix-cache is {s.prefix_cache}: give MiB, or 0 for none")
+        base = (
+            sd.decoder(s.target, prefix_cache=s.prefix_cache * 2**20)
+            if s.prefix_cache
+            else sd.decoder(s.target)
+        )
         target: Any = base.build().target
         if target.tokenizer is None:
             raise SystemExit(f"--target {s.target}: it has no tokenizer: save one into its folder")

@@ -8,7 +8,7 @@ because equal tokens do not mean equal ancestors.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -101,6 +101,10 @@ class SlotCache(Slots, TokenIndex):
             for there, here in zip(other._blocks, self._blocks):
                 here[:, b, :used] = there[:, i, :used]
         self._become(b, other, i)
+
+    def parts(self, b: int, first: int, end: int) -> Iterator[list[Tensor]]:
+        """Where the entries of slots ``first:end`` of row ``b`` are: in one part, for each kind of buffer a view ``[layers, n, H, D]``."""
+        yield [block[:, b, first:end] for block in self._blocks]
 
 
 def _copy_rows(source: Sequence[Tensor], target: Sequence[Tensor], first: int, used: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ on by the row's own where other rows hold them too; so pages below it stay share
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -339,6 +339,13 @@ class PagedCache(TokenIndex, KVStore):
         else:
             self._pages[b], other._pages[i] = other._pages[i], self._pages[b]
         self._become(b, other, i)
+
+    def parts(self, b: int, first: int, end: int) -> Iterator[list[Tensor]]:
+        """As ``SlotCache.parts``, a part for each page, which the row holds."""
+        page = self.page
+        for s in range(first - first % page, end, page):
+            at = slice(max(first - s, 0), min(end - s, page))
+            yield [block[:, self._pages[b][s // page], at] for block in self.pool._blocks]
 
     def expect(self, lengths: Sequence[int], alike: Sequence[tuple[int, int]]) -> None:
         """As ``hold`` does the first time, make the pool large enough for rows of ``lengths`` tokens and for what may follow them.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec.arguments import whole
+from specdec.arguments import at_least, whole
 from specdec.configs import setting
 from specdec.forward.families import positions_of, refuse
 from specdec.kernels.attention.api import check as check_backend
@@ -37,6 +37,7 @@ class Options(TypedDict, total=False):
     invariant: bool
     bf16_weights: bool | None
     kv_dtype: torch.dtype | None
+    prefix_cache: int | None
 
 
 class Loading(Options, total=False):
@@ -70,6 +71,7 @@ def check_arguments(
     invariant: bool,
     bf16_weights: bool | None,
     kv_dtype: torch.dtype | None,
+    prefix_cache: int | None,
 ) -> None:
     """Raise TypeError or ValueError for arguments of ``HFModel`` that are wrong for any model."""
     if not isinstance(model, PreTrainedModel):
@@ -93,6 +95,14 @@ def check_arguments(
     if kv_dtype not in (None, *DTYPES):
         raise ValueError(
             f"kv_dtype is {kv_dtype!r}: give {' or '.join(map(str, DTYPES))}, or None for the model's own dtype"
+        )
+    if prefix_cache is not None:
+        whole("prefix_cache", prefix_cache, " of bytes, such as 2**30, or None to keep no prompts")
+        at_least(
+            1,
+            "prefix_cache",
+            prefix_cache,
+            "give a number of bytes, such as 2**30, or None to keep no prompts",
         )
     if prefill_chunk < 1:
         raise ValueError(f"prefill_chunk is {prefill_chunk}: it must be at least 1")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
+
+from specdec.configs import eos_ids, processors, runs_on, sampling
 
 
 def structural_clone(model: PreTrainedModel) -> Any:
@@ -21,3 +24,34 @@ def structural_clone(model: PreTrainedModel) -> Any:
     config.use_cache = config.output_hidden_states = config.output_attentions = False
     config.return_dict = True
     return clone
+
+
+class Wrapper:
+    """What a wrapper says of a user's transformers ``model``, of which it runs a private ``clone``."""
+
+    model: PreTrainedModel
+    clone: Any
+
+    @property
+    def device(self) -> torch.device:
+        """The device of input ids and logits."""
+        return runs_on(self.clone)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.clone.dtype
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a text, by the current config of the user's model."""
+        return eos_ids(self.model)
+
+    @property
+    def generation_processors(self) -> dict[str, Any]:
+        """Settings of the generation config that transformers turns into processors and this library does not."""
+        return processors(self.model)
+
+    @property
+    def generation_sampling(self) -> dict[str, Any]:
+        """Sampling settings of the generation config, where they differ from drawing from the softmax of the logits."""
+        return sampling(self.model)

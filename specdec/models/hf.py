@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from specdec.arguments import at_least
 from specdec.cache.contiguous import KVShape, SlotCache, check_memory
 from specdec.cache.paged import PagedCache, PagePool
-from specdec.configs import eos_ids, processors, runs_on, sampling, setting
+from specdec.cache.prefixes import Lent, PrefixCache, fresh, with_lent
+from specdec.configs import runs_on, setting
 from specdec.forward.compiled import compile_parts
 from specdec.forward.families import SUPPORTED, UnsupportedModel, path_of, positions_of, refuse
 from specdec.forward.pack import PackedBatch, PrefillChunk, feed, spans
@@ -27,7 +28,7 @@ from specdec.forward.runner import runner_for
 from specdec.forward.taps import listening
 from specdec.graphs.programs import Steps, steps_for
 from specdec.models.check import Graphs, Options, check_arguments, narrowed, self_check
-from specdec.models.clone import structural_clone
+from specdec.models.clone import Wrapper, structural_clone
 from specdec.models.load import load, load_tokenizer
 from specdec.models.shared_prompts import share_prompts
 from specdec.types import Context, Fed, Proposal, Scores
@@ -38,7 +39,7 @@ _NOTHING: Any = nullcontext()
 Cache = SlotCache | PagedCache
 
 
-class HFModel:
+class HFModel(Wrapper):
     """A transformers causal LM behind ``protocols.LanguageModel``.
 
     Args:
@@ -65,6 +66,8 @@ class HFModel:
         kv_dtype: ``torch.float8_e4m3fn`` or ``float8_e5m2``: keys and values are rounded to it when they are stored, and read back in the
             dtype of the queries. It is then the model with a rounded cache: as a draft it changes what is accepted and never the output; a
             target's output differs from the full cache's, and drafts do not change it further (docs/models.md).
+        prefix_cache: bytes in which keys and values of prompts stay between calls, for prompts that begin alike (docs/models.md);
+            ``None``: every call reads its prompts. ``prefixes`` says what was found.
     Raises:
         UnsupportedModel: the family cannot be run exactly; the message says why, and which families can.
         TypeError: an argument has the wrong type, such as the name of a tokenizer, or a page that is no whole number.
@@ -72,7 +75,7 @@ class HFModel:
             ``kv_dtype`` for a family that runs padded, or another dtype; graphs for a model that does not support them.
         ImportError: ``attention`` needs a package that is not installed; the message says which.
 
-    One thread at a time where steps are captured: they keep the state of a call in the object.
+    One thread at a time where steps are captured, which keep the state of a call in the object.
     """
 
     steps: Steps | None = None  # captured steps, if any
@@ -92,11 +95,12 @@ class HFModel:
         invariant: bool = False,
         bf16_weights: bool | None = None,
         kv_dtype: torch.dtype | None = None,
+        prefix_cache: int | None = None,
     ):
         model = setting(model, "_orig_mod") or model  # torch.compile's wrapper
         check_arguments(
             model, tokenizer, prefill_chunk, attention, page, graphs, compile, invariant, bf16_weights,
-            kv_dtype,
+            kv_dtype, prefix_cache,
         )  # fmt: skip
         path = path_of(model.config, unlisted)
         if model.get_output_embeddings() is None:
@@ -113,7 +117,8 @@ class HFModel:
         )  # fmt: skip
         if compile is not False:
             compile_parts(self.clone, {} if compile is True else compile)
-        self.unlisted, self._scores_trees = unlisted, self._path.trees
+        self.unlisted, self._scores_trees, self.prefix_cache = unlisted, self._path.trees, prefix_cache
+        self.prefixes = None if prefix_cache is None else PrefixCache(prefix_cache, self.clone.parameters)
         self.supports_trees = self._scores_trees and not invariant  # a tree's sums have another order
         where = self.clone.get_input_embeddings().weight
         self._wrapped_as = (where.dtype, where.device)
@@ -151,6 +156,7 @@ class HFModel:
         invariant: bool = False,
         bf16_weights: bool | None = None,
         kv_dtype: torch.dtype | None = None,
+        prefix_cache: int | None = None,
         **kwargs: Any,
     ) -> HFModel:
         """Load a hub id or a local folder, with its tokenizer if it has one; ``kwargs`` go to ``from_pretrained``.
@@ -166,6 +172,7 @@ class HFModel:
         return cls(
             model, tokenizer, prefill_chunk=prefill_chunk, unlisted=unlisted, attention=attention, page=page,
             graphs=graphs, compile=compile, invariant=invariant, bf16_weights=bf16_weights, kv_dtype=kv_dtype,
+            prefix_cache=prefix_cache,
         )  # fmt: skip
 
     @cached_property  # used in every step
@@ -191,25 +198,6 @@ class HFModel:
         declares otherwise.
         """
         return "slots" if type(self) is HFModel else None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.clone.dtype
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a text, by the current config of the user's model."""
-        return eos_ids(self.model)
-
-    @property
-    def generation_processors(self) -> dict[str, Any]:
-        """Settings of the generation config that transformers turns into processors and this library does not."""
-        return processors(self.model)
-
-    @property
-    def generation_sampling(self) -> dict[str, Any]:
-        """Sampling settings of the generation config, where they differ from drawing from the softmax of the logits."""
-        return sampling(self.model)
 
     def __repr__(self) -> str:
         size, family = sum(p.numel() for p in self.clone.parameters()) / 1e6, self.clone.config.model_type
@@ -264,12 +252,13 @@ class HFModel:
 
     def prefill(self, cache: Cache, context: Context, rows: Tensor | None = None) -> None:
         """Feed what the cache lacks of each row (or of ``rows [R]``) except its last committed token, without computing logits."""
-        if type(self)._pieces is HFModel._pieces:
-            share_prompts(self, cache, context, rows)
+        lent = self._begin(cache, context, rows, ())
         first, end = spans(cache, context, None, None, rows)
         packed = self._feed(cache, context, None, first, [max(e - 1, 0) for e in end])
         self._run(cache, packed, False, ())
         packed.remember(cache, context)
+        if self.prefixes is not None and lent:
+            self.prefixes.keep(cache, lent)
 
     def score(
         self,
@@ -289,8 +278,7 @@ class HFModel:
             ValueError: rows do not match, the cache has no room, the family takes chains only, or nodes before ``start`` were not
                 fed in this context.
         """
-        if start is None and not taps and type(self)._pieces is HFModel._pieces:
-            share_prompts(self, cache, context, rows)  # taps want the activations of every position
+        lent = {} if start is not None else self._begin(cache, context, rows, taps)
         packed, width = self._plan(cache, context, proposal, start, rows)
         made, layers = self._run(cache, packed, True, taps)
         if made is None:
@@ -299,7 +287,19 @@ class HFModel:
         copy = self.steps is not None or not torch.is_inference_mode_enabled()
         logits = packed.spread(made, context.batch, width, -1 if start is None else start, copy)
         packed.remember(cache, context)
-        return Scores(logits, Fed(layers, *packed.owners()) if taps else None)
+        fed = with_lent(Fed(layers, *packed.owners()), lent) if taps else None
+        if self.prefixes is not None and lent:
+            self.prefixes.keep(cache, lent, fed)
+        return Scores(logits, fed)
+
+    def _begin(self, cache: Cache, context: Context, rows: Tensor | None, taps: Sequence[int]) -> Lent:
+        """Give empty rows what other rows of the call read, and what earlier prompts left; returns the rows whose prompts are to be kept."""
+        if type(self)._pieces is not HFModel._pieces:
+            return {}
+        empty = [] if self.prefixes is None else fresh(cache, rows)
+        if not taps:  # which want the activations of every position
+            share_prompts(self, cache, context, rows)
+        return self.prefixes.lend(cache, context, empty, taps) if self.prefixes is not None and empty else {}
 
     def _plan(
         self,

@@ -17,18 +17,18 @@ from transformers import PreTrainedModel
 
 from specdec.arguments import at_least, whole
 from specdec.cache.states import State, StateCache
-from specdec.configs import cache_name, eos_ids, processors, runs_on, sampling, setting
+from specdec.configs import cache_name, setting
 from specdec.forward.families import ONE_BY_ONE, OWN_CACHE, own_cache, positions_of, refuse
 from specdec.forward.taps import listening, tapped
 from specdec.models.check import check_own, narrowed
-from specdec.models.clone import structural_clone
+from specdec.models.clone import Wrapper, structural_clone
 from specdec.models.load import load, load_tokenizer
 from specdec.types import Context, Fed, Proposal, Scores
 
 __all__ = ["OWN_CACHE", "OwnCache"]
 
 
-class OwnCache:
+class OwnCache(Wrapper):
     """A transformers causal LM with its own forward and cache, behind ``protocols.LanguageModel``; for families that ``HFModel`` refuses.
 
     Rows are read one after another, each without padding, so a batch saves no time. Proposals are chains.
@@ -87,30 +87,6 @@ class OwnCache:
         model = load(name, dtype=dtype, device_map=device_map, **kwargs)
         tokenizer = load_tokenizer(name) if tokenizer is None else tokenizer
         return cls(model, tokenizer, prefill_chunk=prefill_chunk, refeed=refeed)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of input ids and logits."""
-        return runs_on(self.clone)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.clone.dtype
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a text, by the current config of the user's model."""
-        return eos_ids(self.model)
-
-    @property
-    def generation_processors(self) -> dict[str, Any]:
-        """As of ``HFModel``."""
-        return processors(self.model)
-
-    @property
-    def generation_sampling(self) -> dict[str, Any]:
-        """As of ``HFModel``."""
-        return sampling(self.model)
 
     def __repr__(self) -> str:
         size = sum(p.numel() for p in self.clone.parameters()) / 1e6

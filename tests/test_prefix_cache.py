@@ -1,0 +1,248 @@
+"""Prompts that begin like earlier ones: copied keys and values, equal texts, limits, and what must not be lent."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from tiny import tiny
+
+import specdec as sd
+from specdec.cache import prefixes
+from specdec.models.stacked import StackedModel
+
+SYSTEM = [(7 * i + 3) % 90 for i in range(40)]
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch):
+    monkeypatch.setattr(prefixes, "SIZE", 8)
+
+
+def fed(monkeypatch):
+    """How many tokens each forward is given."""
+    counts = []
+    run = sd.HFModel._run
+    monkeypatch.setattr(
+        sd.HFModel,
+        "_run",
+        lambda self, cache, packed, *more: (counts.append(packed.tokens), run(self, cache, packed, *more))[1],
+    )
+    return counts
+
+
+def asked(model, prompts, taps=()):
+    """Scores of prompts in a new cache."""
+    context = sd.Context.of(prompts, 80)
+    return model.score(model.cache(len(prompts), 80), context, taps=taps)
+
+
+@pytest.mark.parametrize("page", [None, 4, 16])
+@pytest.mark.parametrize("graphs", [False, "eager"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_second_prompt_is_fed_where_it_differs(monkeypatch, family, graphs, page):
+    model, plain = (
+        sd.HFModel(tiny(family), graphs=graphs, page=page, prefix_cache=limit) for limit in (GIB, None)
+    )
+    first, second = [[*SYSTEM, 1, 2, 3], [9] * 12], [[*SYSTEM, 5], [9] * 30, SYSTEM]
+    counts = fed(monkeypatch)
+    asked(model, first)
+    asked(model, second)
+    # five blocks of the system prompt, one of nines; the last token of a prompt is always fed
+    assert counts == [43 + 12, 1 + (30 - 8) + (40 - 32)]
+    mine, theirs = asked(model, second).logits, asked(plain, second).logits
+    assert torch.allclose(mine, theirs, atol=1e-9)
+    assert (model.prefixes.found, model.prefixes.asked) == (40 + 8 + 32 + 40 + 24 + 32, 55 + 2 * 111)
+
+
+def test_what_follows_continues_the_copied_beginning():
+    """A conversation of four turns, each asked with all that came before, under a draft with a cache of its own."""
+    model, plain = (sd.HFModel(tiny("llama"), prefix_cache=limit) for limit in (GIB, None))
+    draft = sd.HFModel(tiny("llama", seed=1), prefix_cache=GIB)
+    ours, theirs = (sd.decoder(m).draft(draft, length=3).build() for m in (model, plain))
+    text = list(SYSTEM)
+    for turn in range(4):
+        one, other = (d.generate([text], max_new_tokens=20, seed=turn).ids[0] for d in (ours, theirs))
+        assert one == other
+        text += [*one, 11, 12]
+    assert model.prefixes.found == sum((len(SYSTEM) + 22 * turn) // 8 * 8 for turn in range(3))
+    assert draft.prefixes.found > 2 * model.prefixes.found  # both decoders use it
+
+
+def test_activations_of_copied_tokens_are_returned():
+    model, plain = (sd.HFModel(tiny("llama"), prefix_cache=limit) for limit in (GIB, None))
+    asked(model, [SYSTEM])  # without activations: of no use to the next call
+    asked(model, [SYSTEM, [4] * 20], taps=(0, 2))
+    assert model.prefixes.found == 0
+    prompts = [[4] * 30, [*SYSTEM, 1], [6] * 10]
+    for taps in ((2,), (0, 2)):
+        mine, theirs = (asked(m, prompts, taps) for m in (model, plain))
+        assert torch.allclose(mine.logits, theirs.logits, atol=1e-9)
+        for name in ("row", "position", "node"):
+            assert torch.equal(getattr(mine.fed, name), getattr(theirs.fed, name))
+        for tap in taps:
+            assert torch.allclose(mine.fed.layers[tap], theirs.fed.layers[tap], atol=1e-9)
+    assert model.prefixes.found == 2 * (16 + 40)  # the third block of fours was kept without layer 0
+    asked(model, prompts, taps=(0, 2))
+    assert model.prefixes.found == 112 + 24 + 40 + 8
+    asked(model, prompts, taps=(0, 1, 2))
+    assert model.prefixes.found == 184  # layer 1 was never kept
+
+
+def test_drafts_that_read_activations():
+    from specdec.drafts.spire import SpireModel
+
+    target = tiny("llama")
+    spire = SpireModel.from_target(target, layers=1, window=8)
+    texts = []
+    for limit in (GIB, None):
+        model = sd.HFModel(target, prefix_cache=limit)
+        decoder = sd.decoder(model).draft(sd.drafts.Spire(spire), length=3).build()
+        texts.append(
+            [decoder.generate([[*SYSTEM, n], [n] * 20], max_new_tokens=12, seed=n).ids for n in range(3)]
+        )
+        if limit:
+            assert model.prefixes.found == 2 * 40
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("page", [None, 8])
+def test_requests_that_join_a_stream(page):
+    prompts = [[*SYSTEM, n] for n in range(6)]
+    texts = []
+    for limit in (GIB, None):
+        model = sd.HFModel(tiny("llama"), page=page, prefix_cache=limit)
+        server = sd.decoder(model).draft(sd.HFModel(tiny("llama", seed=1)), length=3).build()
+        done = list(server.serve([sd.Request(p, 9) for p in prompts], limit=2, seed=3))
+        texts.append([one.ids for one in sorted(done, key=lambda one: one.index)])
+        if limit:
+            assert model.prefixes.found >= 40 * 4
+    assert texts[0] == texts[1]
+
+
+def test_a_batch_that_begins_alike_is_kept_with_all_its_ends(monkeypatch):
+    monkeypatch.setattr("specdec.models.shared_prompts.LEAST", 16)
+    model = sd.HFModel(tiny("llama"), prefix_cache=GIB)
+    prompts = [[*SYSTEM, *[n] * 10] for n in range(3)]
+    asked(model, prompts)
+    counts = fed(monkeypatch)
+    asked(model, prompts[::-1])
+    assert sum(counts) == 3 * 2
+
+
+def test_the_memory_has_a_limit_and_forgets_what_was_used_first(monkeypatch):
+    block = 8 * sd.HFModel(tiny("llama")).bytes_per_token()
+    model = sd.HFModel(tiny("llama"), prefix_cache=6 * block + 1)
+    counts = fed(monkeypatch)
+    for prompt, read in [
+        (SYSTEM, 40),
+        ([5] * 17, 17),  # the last block of SYSTEM leaves
+        (SYSTEM, 8),  # four of five; now the last block of the fives leaves
+        ([5] * 17, 9),
+        (list(range(60)), 60),  # longer than the limit: six blocks of it stay
+        (list(range(60)), 12),
+        (SYSTEM, 40),
+    ]:
+        counts.clear()
+        asked(model, [prompt])
+        assert counts == [read], prompt
+        assert model.prefixes.bytes <= 6 * block
+        assert model.prefixes.bytes == sum(b.bytes for b in model.prefixes._blocks.values())
+    model.prefixes.clear()
+    asked(model, [SYSTEM])
+    assert counts[-1] == 40
+
+
+def test_no_block_outlives_its_beginning():
+    """Of every text, what is kept is a beginning: whatever leaves, no block stays that cannot be found."""
+    block = 8 * sd.HFModel(tiny("llama")).bytes_per_token()
+    model = sd.HFModel(tiny("llama"), prefix_cache=7 * block)
+    torch.manual_seed(0)
+    for _ in range(40):
+        ends = torch.randint(0, 3, (2, 3)).repeat_interleave(8, 1).tolist()
+        asked(model, [[*SYSTEM[:16], *end, 1] for end in ends])
+        numbers = {0, *(b.number for b in model.prefixes._blocks.values())}
+        assert all(before in numbers for before, _ in model.prefixes._blocks)
+
+
+@pytest.mark.parametrize("through", ["add_", "data", "load_state_dict"])
+def test_changed_weights_are_noticed(through):
+    user = tiny("llama")
+    model = sd.HFModel(user, prefix_cache=GIB)
+    asked(model, [SYSTEM])
+    with torch.no_grad():
+        weight = user.model.layers[0].mlp.up_proj.weight
+        if through == "add_":
+            weight.add_(0.1)
+        elif through == "data":
+            weight.data += 0.1
+        else:
+            user.load_state_dict({name: value * 1.1 for name, value in user.state_dict().items()})
+    mine, theirs = (asked(m, [[*SYSTEM, 1]]).logits for m in (model, sd.HFModel(user)))
+    assert torch.allclose(mine, theirs, atol=1e-9)
+    assert model.prefixes.found == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_dtype": torch.float8_e4m3fn}, {"attention": "padded"}, {"attention": "decomposed"}]
+)
+def test_other_storages(options):
+    model, plain = (sd.HFModel(tiny("llama"), prefix_cache=limit, **options) for limit in (GIB, None))
+    asked(model, [SYSTEM])
+    mine, theirs = (asked(m, [[*SYSTEM, 1, 2]]).logits for m in (model, plain))
+    assert torch.allclose(mine, theirs, atol=1e-9)
+    assert model.prefixes.found == 40
+
+
+def test_the_same_bits_where_they_are_promised():
+    user = tiny(
+        "llama", hidden_size=64, intermediate_size=96, vocab_size=96, num_attention_heads=4, head_dim=16
+    ).to(torch.float32)
+    model, plain = (sd.HFModel(user, prefix_cache=limit, invariant=True) for limit in (GIB, None))
+    asked(model, [SYSTEM])
+    prompts = [[*SYSTEM, 1, 2], [3] * 9]
+    assert torch.equal(asked(model, prompts).logits, asked(plain, prompts).logits)
+
+
+def test_models_that_show_something_else_do_not_borrow():
+    """A mask over the same model, and members of a stack, compute other keys and values of the same tokens."""
+    model = sd.HFModel(tiny("llama"), prefix_cache=GIB)
+    asked(model, [SYSTEM])
+    masked = sd.models.Windowed(model, window=4)
+    asked(masked, [SYSTEM])
+    assert (model.prefixes.found, model.prefixes.asked) == (0, 40)
+    stack = StackedModel([sd.HFModel(tiny("llama", seed=n)) for n in range(2)])
+    assert stack.prefixes is None
+
+
+def test_copies_begin_empty():
+    model = sd.HFModel(tiny("llama"), prefix_cache=GIB)
+    asked(model, [SYSTEM])
+    assert "0 of 40 prompt tokens found" in repr(model.prefixes)
+    for other in (copy.deepcopy(model.prefixes), pickle.loads(pickle.dumps(model.prefixes))):
+        assert (other.bytes, other.limit) == (0, GIB)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)]
+)
+def test_wrong_limits_are_refused(value, error):
+    with pytest.raises(error, match=r"prefix_cache is .*2\*\*30"):
+        sd.HFModel(tiny("llama"), prefix_cache=value)
+
+
+def test_decoders_take_it_by_name_and_keep_it(tmp_path):
+    folder = tmp_path / "model"
+    tiny("llama").save_pretrained(folder)
+    decoder = sd.decoder(str(folder), prefix_cache=GIB)
+    decoder.save(tmp_path / "decoder")
+    again = sd.load(tmp_path / "decoder").build()
+    for one in (decoder.build(), again):
+        prefixes = one.target.prefixes
+        assert prefixes.limit == GIB
+        for n in (1, 2):
+            one.generate([SYSTEM], max_new_tokens=n)
+        assert prefixes.found == 32
