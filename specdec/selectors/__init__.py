@@ -1,6 +1,7 @@
 """Selectors: which arm (a draft, a length, no speculation) serves each request. One algorithm a file."""
 
 from specdec.selectors.banditspec import EXP3Spec, UCBSpec
+from specdec.selectors.by_batch import ByBatch
 from specdec.selectors.epsilon import EpsilonGreedy
 from specdec.selectors.exp3 import EXP3
 from specdec.selectors.fixed import Fixed
@@ -14,6 +15,7 @@ from specdec.selectors.ucb import UCB1
 __all__ = [
     "EXP3",
     "UCB1",
+    "ByBatch",
     "EXP3Spec",
     "EpsilonGreedy",
     "Fixed",

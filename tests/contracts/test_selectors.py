@@ -21,7 +21,7 @@ from specdec.testing.selector import SUITE
 from specdec.types import Feedback
 
 SELECTORS = {name: getattr(selectors, name) for name in selectors.__all__}
-LEARNING = {name: cls for name, cls in SELECTORS.items() if name not in ("Fixed", "Random")}
+LEARNING = {name: cls for name, cls in SELECTORS.items() if name not in ("ByBatch", "Fixed", "Random")}
 POOLED = {name: cls for name, cls in LEARNING.items() if "pool" in cls.__dataclass_fields__}
 
 every_selector = pytest.mark.parametrize("cls", SELECTORS.values(), ids=SELECTORS.keys())
