@@ -66,11 +66,12 @@ def of_requests(
             note(table, request, ids, len(ids), error)
 
         try:
-            made = made.index_copy(
-                0, at, processors(logits[at], one, tree, first, fail if keeps(table) else None)
-            )
+            scores = processors(logits[at], one, tree, first, fail if keeps(table) else None)
         except Exception as error:  # it keeps state, for example
             fail(one.row(0), error)
+            continue
+        made = logits.clone() if made is logits else made
+        made.index_copy_(0, at, scores)
     return made
 
 
@@ -92,19 +93,20 @@ def processed(
         TypeError: a processor returns no scores.
     """
     out = logits.clone()
+    drafted = None if proposal is None else proposal.tokens.cpu().tolist()
     for b in range(logits.shape[0]):
         ids = context.tokens[b, : int(context.length[b])].to(logits.device)
         dead: set[int] = set()
         for r in range(logits.shape[1]):
             node = first + r
             if node >= 0:
-                if proposal is None or node >= int(proposal.size[b]):
+                if proposal is None or drafted is None or node >= int(proposal.size[b]):
                     continue
                 parent = int(proposal.parents[b, node])
                 above = (
                     parent - first
                 )  # the row of logits that the node's token is drawn from, if it is among these
-                token = int(proposal.tokens[b, node])
+                token = drafted[b][node]
                 if parent in dead or (above >= 0 and float(out[b, above, token]) == -math.inf):
                     dead.add(node)
                     continue
@@ -126,7 +128,7 @@ def processed(
             except Exception as error:
                 if fail is None:
                     raise
-                fail(prefix.tolist(), error)
+                fail(prefix.cpu().tolist(), error)
                 out[b, r] = logits[b, r]
                 continue
             out[b, r] = scores[0]

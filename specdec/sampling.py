@@ -116,6 +116,11 @@ class Sampling:
         return self.temperature == 0
 
     @cached_property
+    def coldest(self) -> Sampling:
+        """The same at temperature 0."""
+        return self if self.greedy else replace(self, temperature=0.0)
+
+    @cached_property
     def settings(self) -> dict[str, Any]:
         """All settings, by name, as entries of tables that have one for each request."""
         made = {name: vars(self)[name] for name in ("temperature", "top_k", "top_p", "min_p", "grammar")}
@@ -211,7 +216,8 @@ class Sampling:
         logits = self.constrained(logits, context, proposal, first)
         if isinstance(self.temperature, Sequence):
             by_row = self._by_row(context)
-            logits = logits / torch.where(by_row > 0, by_row, 1).to(logits)[:, None, None]
+            by_row = torch.where(by_row > 0, by_row, 1).to(logits.dtype)
+            logits = logits / to_device(by_row, logits.device)[:, None, None]
         if self._untouched:
             return logits
         *_, R, V = logits.shape
@@ -221,7 +227,9 @@ class Sampling:
     def _truncated(self, scores: Tensor, context: Context, row: Callable[[], Tensor]) -> Tensor:
         """``scores [K, V]`` of rows ``row() [K]`` after the temperature, where all rows share one, and the truncations."""
         if not isinstance(self.temperature, Sequence) and self.temperature != 1:
-            scores = scores / float(self.temperature)
+            # A GPU multiplies by the reciprocal of a number, and divides by a tensor, as kernels and rows of several temperatures do.
+            wide = scores.dtype if scores.dtype == torch.float64 else torch.float32
+            scores = scores / torch.full((), self.temperature, dtype=wide, device=scores.device)
         return self._truncation(scores, context, row)
 
     def argmax(

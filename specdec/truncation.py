@@ -54,6 +54,7 @@ class Truncation:
         groups: dict[tuple[Any, ...], list[int]] = {}
         for b, one in enumerate(context.request.tolist()):
             groups.setdefault(self._of(one), []).append(b)
+        whole = scores
         for settings, rows in groups.items():
             kind = _shared(*settings)
             if len(groups) == 1:
@@ -62,7 +63,8 @@ class Truncation:
                 at = torch.isin(row(), torch.tensor(rows)).nonzero()[:, 0]
                 if len(at):
                     at = to_device(at, scores.device)
-                    scores = scores.index_copy(0, at, kind._warped(scores.index_select(0, at)))
+                    scores = whole.clone() if scores is whole else scores
+                    scores.index_copy_(0, at, kind._warped(whole.index_select(0, at)))
         return scores
 
     def _of(self, request: int) -> tuple[Any, ...]:

@@ -226,3 +226,34 @@ def test_a_stream_lets_go_of_its_memory_at_once(executor):
             assert all(storage.free for storage in steps._storages)
     finally:
         gc.enable()
+
+
+def test_errors_that_are_kept_hold_no_memory():
+    """Of an own processor, of an own ``on_chunk``, and of a request that is refused: what is kept says where it was raised, and no more."""
+
+    def breaks(ids, scores):
+        if len(ids[0]) > 8:
+            raise KeyError("no such token")
+        return scores
+
+    def raises(chunk):
+        raise OSError("gone")
+
+    decoder = builder_of("model", "recorded").executor(Serial()).build()
+    steps = decoder.target.steps
+    asked = [
+        sd.Request([5, 6, 7], 20, sampling=sd.Sampling(processors=(breaks,))),
+        sd.Request([3, 4, 4], 9, on_chunk=raises),
+        sd.Request([], 9),
+        sd.Request([9, 9], 9),
+    ]
+    gc.disable()
+    try:
+        done = list(decoder.serve(asked, capacity=96, seed=3, errors="yield", own_sampling=True))
+        assert all(storage.free for storage in steps._storages)
+    finally:
+        gc.enable()
+    kinds = {one.index: type(one.error) for one in done}
+    assert kinds == {0: KeyError, 1: OSError, 2: ValueError, 3: type(None)}
+    assert all(one.error.__traceback__ is None for one in done if one.error)
+    assert any("in breaks" in note for one in done if one.index == 0 for note in one.error.__notes__)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_selectors import context
 
 import specdec as sd
 from specdec.audit.certify import certify
 from specdec.selectors import ByBatch
-from test_selectors import context
 
 
 def chosen(selector, rows, arms=3, capacities=None):

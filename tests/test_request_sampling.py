@@ -337,3 +337,20 @@ def test_a_subclass_is_no_request_s_default():
     decoder = sd.decoder(TARGET).sampling(Other()).build()
     with pytest.raises(ValueError, match="own_sampling is set and the decoder's sampling is of class Other"):
         decoder.serve([], own_sampling=True)
+
+
+def banned(ids, scores):
+    return scores.index_fill(1, torch.tensor([3]), -torch.inf)
+
+
+@pytest.mark.parametrize("temperature", [0.0, [0.0, 1.0]])
+def test_a_tree_with_greedy_rows_tries_processors_once(monkeypatch, temperature):
+    """As every draft does: on the first texts of a run, and not in every round."""
+    tried = []
+    monkeypatch.setattr("specdec.processing.probe_at", lambda *_: tried.append(1))
+    target, draft = (sd.HFModel(tiny("llama", seed=n)) for n in range(2))
+    tree = sd.drafts.Tree(draft, (2, 1))
+    decoder = sd.decoder(target).draft(tree).sampling(temperature=temperature, processors=(banned,)).build()
+    seen = []
+    decoder.generate([[5, 6, 7], [3, 4]], 24, seed=0, on_round=lambda _: seen.append(len(tried)))
+    assert 0 < seen[2] == seen[-1]

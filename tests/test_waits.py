@@ -154,3 +154,60 @@ def test_a_round_waits_once_on_a_gpu(draft):
         middle = len(seen) // 2
         assert seen[middle] - seen[middle - 1] == 1
     assert said[0] == said[1]
+
+
+def every_second(ids, scores):
+    """A processor: no odd token."""
+    odd = torch.arange(scores.shape[-1], device=scores.device) % 2 == 1
+    return scores.masked_fill(odd, -torch.inf)
+
+
+def letters(vocab):
+    """A grammar in which tokens below 40 alternate with all others."""
+    return sd.grammars.Table(
+        [[int(t < 40) for t in range(vocab)], [-1 if t < 40 else 0 for t in range(vocab)]]
+    )
+
+
+OWN = {
+    "temperatures": ([sd.Sampling(0.7), sd.Sampling(0.9)], 1),
+    "greedy": ([sd.Sampling(0), sd.Sampling(0.9)], 1),
+    "truncations": ([sd.Sampling(0.7, top_p=0.9), sd.Sampling(0.9, top_k=5)], 1),
+    "processors": ([sd.Sampling(0.7, processors=(every_second,)), sd.Sampling(0.9)], None),
+    "grammars": ([sd.Sampling(0.7, grammar=letters(97)), sd.Sampling(0.9)], None),
+}
+"""The samplings of two requests, and how often a round waits (``None``: more often)."""
+
+
+@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("draft", ["model", "tree"])
+def test_requests_with_samplings_of_their_own_run_on_a_device(draft, kind):
+    samplings, waits = OWN[kind]
+    requests = [sd.Request(p, 10, sampling=s) for p, s in zip([[1, 2, 3, 4], [7, 8]], samplings)]
+
+    def served(decoder, note=None):
+        said = decoder.serve(requests, seed=3, on_round=note, own_sampling=True, errors="yield")
+        done = sorted(said, key=lambda one: one.index)
+        for one in done:
+            if one.error is not None:
+                raise one.error
+        return [one.ids for one in done]
+
+    expected, seen = served(builder_of(draft).build()), []
+    with FakeDevice() as device:
+        note = lambda _: seen.append(device.waits.total())  # noqa: E731
+        assert served(builder_of(draft, "eager", onto).build(), note) == expected
+    middle = len(seen) // 2
+    assert waits is None or seen[middle] - seen[middle - 1] == waits, device.waits
+
+
+def test_grammars_are_sent_as_bits():
+    from specdec.grammars.tracker import on_device, unpacked
+
+    for vocab, width in [(90, 12), (90, 7), (64, 8), (13, 2), (7, 3)]:
+        bits = torch.randint(0, 256, (5, width), dtype=torch.uint8).numpy()
+        with FakeDevice() as device:
+            there = on_device(bits, vocab, torch.device("meta"))
+            assert there.shape == (5, vocab)
+            assert not device.waits
+            assert there.cpu().tolist() == unpacked(bits, vocab).tolist()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.drafts.stops import Drafted, Stops, When, as_stops, ends
+from specdec.kernels.device import to_device
 from specdec.rng import Key, Rng
 from specdec.sampling import Sampling, fit, logits_of
 from specdec.types import Context, Proposal
@@ -126,7 +127,7 @@ class ChainDraw:
             return (sampling(logits, self.context, before, first=first) if q is None else q)[:, 0]
         scores = logits if logits.dtype == torch.float64 else logits.float()
         soft = sampling.constrained(scores, self.context, before, first)[:, 0].softmax(-1)
-        return soft if q is None else soft.where(greedy.to(soft.device)[:, None], q[:, 0])
+        return soft if q is None else soft.where(to_device(greedy, soft.device)[:, None], q[:, 0])
 
     def proposal(self) -> Proposal:
         """The drawn chains with their distributions."""

@@ -224,7 +224,7 @@ def merged(parts: Sequence[tuple[Proposal, Tensor]], batch: int) -> Proposal:
         return Proposal.none(batch)
     if len(parts) == 1:
         return parts[0][0]
-    device = parts[0][0].tokens.device
+    device = next((p.tokens.device for p, _ in parts if not p.tokens.is_cpu), parts[0][0].tokens.device)
     N = max(p.nodes for p, _ in parts)
     Q = max(p.nodes if p.probs is None else p.probs.shape[1] for p, _ in parts)
     tokens = torch.zeros(batch, N, dtype=torch.long, device=device)

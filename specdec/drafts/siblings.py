@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.capabilities import Siblings
+from specdec.kernels.device import to_device
 from specdec.rng import Key, Rng
 
 
@@ -32,7 +33,7 @@ class Drawn(NamedTuple):
         _, L, W = tokens.shape
         laws, device = self.distributions, self.distributions.device
         laws = torch.nn.functional.pad(laws, (0, 0, 0, max(0, L * W - laws.shape[1])))
-        tokens, here = tokens.to(device), rows.to(device)[:, None, None]
+        tokens, here = tokens.to(device), to_device(rows, device)[:, None, None]
         points = torch.zeros_like(laws).scatter_(2, tokens.flatten(1)[..., None], 1)
         return Drawn(
             torch.where(here, tokens, self.tokens.to(device)),

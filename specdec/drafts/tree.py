@@ -96,7 +96,7 @@ class Tree:
         sampling = self.sampling or Sampling()
         cold = sampling.greedy_rows(context)
         points, some = bool(cold.all()), bool(cold.any())
-        largest = replace(sampling, temperature=0.0) if some else sampling
+        largest = sampling.coldest if some else sampling
         text = readable(context, self.model)
         B = context.batch
         upto = torch.tensor([self.nodes(d) for d in range(len(self.widths) + 1)])

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.grammars.tracker import BrokenAt, Tracker, tracked, unpacked
-from specdec.kernels.device import to_device
+from specdec.grammars.tracker import BrokenAt, Tracker, on_device, tracked
+from specdec.kernels.device import defer, to_device
 from specdec.per_request import PerRequest, keeps, note
 from specdec.types import Context, Proposal
 
@@ -63,13 +63,17 @@ def constrained(
     accepts the first, a row ends at the second, and ``check_committed`` refuses the third. A node keeps its logits, too, if processors have taken all that
     its grammar allows: a text need not get there.
     """
+    rows = list(_of_rows(grammar, context))
+    if not rows:
+        return logits  # before the host waits for a proposal
     B, R, V = logits.shape
     tokens = parents = size = None
     if proposal is not None:
-        tokens, parents, size = proposal.tokens.tolist(), proposal.parents.tolist(), proposal.size.tolist()
+        tokens = proposal.tokens.cpu().tolist()
+        parents, size = proposal.parents.tolist(), proposal.size.tolist()
     at: list[int] = []
     found: list[np.ndarray] = []
-    for b, tracker in _of_rows(grammar, context):
+    for b, tracker in rows:
         tree: tuple[Sequence[int], Sequence[int]] = ((), ())
         if tokens is not None and parents is not None and size is not None:
             tree = tokens[b][: size[b]], parents[b]
@@ -84,20 +88,27 @@ def constrained(
     packed = np.full((len(found), width), 255, dtype=np.uint8)
     for row, forbidden in zip(packed, found):
         row[: len(forbidden)] = forbidden
-    masks = torch.from_numpy(unpacked(packed, V))
+    masks = on_device(packed, V, logits.device)
     if len(at) < B * R:
-        all_rows = torch.zeros(B * R, V, dtype=torch.bool)
-        all_rows[at] = masks
-        masks = all_rows
-    made = logits.masked_fill(to_device(masks.view(B, R, V), logits.device), -torch.inf)
+        all_rows = torch.zeros(B * R, V, dtype=torch.bool, device=logits.device)
+        masks = all_rows.index_copy_(0, to_device(torch.tensor(at), logits.device), masks)
+    made = logits.masked_fill(masks.view(B, R, V), -torch.inf)
     if not processed:
         return made
     nothing = made.amax(-1) == -torch.inf  # processors took what the grammar allows
     if first < 0:  # the text itself: its row has no distribution
         alone = keeps(grammar)
-        for b in nothing[:, 0].nonzero()[:, 0].tolist() if alone else ():
-            text, error = context.row(b), ValueError("processors allow no token that the grammar allows")
-            note(grammar, int(context.request[b]), text, len(text), error)
+        if alone:
+
+            def ends(nothing: Tensor) -> None:
+                for b in nothing.nonzero()[:, 0].tolist():
+                    text, error = (
+                        context.row(b),
+                        ValueError("processors allow no token that the grammar allows"),
+                    )
+                    note(grammar, int(context.request[b]), text, len(text), error)
+
+            defer(nothing[:, 0].clone(), ends)
         nothing[:, 0] &= alone
     return logits.where(nothing[..., None], made)
 

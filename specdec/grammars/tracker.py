@@ -19,6 +19,7 @@ from torch import Tensor
 
 from specdec.arguments import whole
 from specdec.grammars.contract import ChecksTarget, Forces, Grammar
+from specdec.kernels.device import to_device
 
 KEPT = 16
 """States of a text's last tokens that are kept: one that is taken back by as many is not read again."""
@@ -339,6 +340,17 @@ def unpacked(forbidden: np.ndarray, vocab_size: int) -> np.ndarray:
     if forbidden.shape[1] < width:
         forbidden = np.pad(forbidden, ((0, 0), (0, width - forbidden.shape[1])), constant_values=255)
     return np.unpackbits(forbidden, axis=1, count=vocab_size, bitorder="little").view(bool)
+
+
+def on_device(forbidden: np.ndarray, vocab_size: int, device: torch.device) -> Tensor:
+    """``unpacked`` on a device, to which the bits go, an eighth of the bytes."""
+    if device.type == "cpu":
+        return torch.from_numpy(unpacked(forbidden, vocab_size))
+    short = -(-vocab_size // 8) - forbidden.shape[1]
+    bits = np.pad(forbidden, ((0, 0), (0, max(short, 0))), constant_values=255)
+    packed = to_device(torch.from_numpy(bits), device)[..., None]
+    of_byte = torch.arange(8, dtype=torch.uint8, device=device)
+    return (packed >> of_byte & 1).flatten(1)[:, :vocab_size].bool()
 
 
 def raises(path: list[int], kept: int, error: Exception) -> None:

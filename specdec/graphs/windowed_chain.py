@@ -47,7 +47,7 @@ def propose(
     """As ``chain.propose``, over a ``RingCache`` whose mask is sinks and a window. Where more than the last two tokens of a text
     are missing, they are fed first."""
     N = int(budget.max())
-    if N < 1 or cache.block <= N:  # see ``Masked.in_flight``
+    if N < 1 or cache.block <= N or sampling.reads_context:  # see ``Masked.in_flight``
         return None
     words, length = text.tokens.numpy(), text.length.tolist()
     # Tokens beyond a row's budget are fed, too, and learned positions end.

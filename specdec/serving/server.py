@@ -11,7 +11,6 @@ from collections.abc import Generator, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from fractions import Fraction
 from time import perf_counter, sleep
-from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from specdec.rng import Philox, seeds
 from specdec.serving.arrivals import Arrivals
 from specdec.serving.requests import Finished, Request
 from specdec.serving.settings import Settings, micro_batches_of, rules_of
-from specdec.serving.states import Due, Open, Place, Ready, outside
+from specdec.serving.states import Due, Open, Place, Ready, let_go, outside
 from specdec.stats import Record, Stats
 from specdec.texts import added
 from specdec.types import Context, Round
@@ -157,6 +156,8 @@ class Server:
         now = self.time
         times = {"arrived": due.arrived, "started": now, "first_token": now, "finished": now}
         text = "" if self.tokenizer else None
+        if error is not None:
+            let_go(error)
         return Finished(due.request, due.number, [], text, finish, Stats(), **times, error=error)
 
     def _wait(self) -> None:
@@ -187,7 +188,7 @@ class Server:
         except MemoryError as error:
             if self.settings.errors == "raise":
                 raise
-            clear_frames(error.__traceback__)  # they hold memory, and the error is kept
+            let_go(error)  # so that its memory can be had
             large = max(arrived, key=lambda ready: ready.context.tokens.shape[1])
             for ready in arrived:
                 if ready is not large:
@@ -357,7 +358,7 @@ class Server:
         one = self.open.pop(index)
         if one.failed is not None and one.error is None:
             one.error = one.failed.error
-            clear_frames(one.error.__traceback__)  # they hold logits, and the error is kept
+            let_go(one.error)
         return one
 
     def _finished(self, round: Round) -> Iterator[Finished]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from traceback import format_tb
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +101,21 @@ class Open:
         except Exception as error:
             if not self.lenient:
                 raise
+            let_go(error)
             self.error = error
+
+
+def let_go(error: BaseException) -> None:
+    """Make an error's traceback a note of it: its frames and their callers hold logits and caches, and the error may be kept for long."""
+    if error.__traceback__ is not None:
+        error.add_note("".join(format_tb(error.__traceback__)).rstrip())
+    chain, seen = list[BaseException | None]([error]), set[int]()
+    while chain:
+        one = chain.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            chain += [one.__cause__, one.__context__]
 
 
 @dataclass(eq=False)
