@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -123,14 +124,26 @@ def test_requests_that_join_a_stream(page):
     assert texts[0] == texts[1]
 
 
-def test_a_batch_that_begins_alike_is_kept_with_all_its_ends(monkeypatch):
+@pytest.mark.parametrize("page", [None, 4, 16])
+def test_a_batch_that_begins_alike_is_kept_with_all_its_ends(monkeypatch, page):
+    """Rows that share pages of one of them, and are then lent more; equal ones, and one that begins otherwise."""
     monkeypatch.setattr("specdec.models.shared_prompts.LEAST", 16)
-    model = sd.HFModel(tiny("llama"), prefix_cache=GIB)
+    model, plain = (sd.HFModel(tiny("llama"), page=page, prefix_cache=limit) for limit in (GIB, None))
     prompts = [[*SYSTEM, *[n] * 10] for n in range(3)]
     asked(model, prompts)
     counts = fed(monkeypatch)
-    asked(model, prompts[::-1])
-    assert sum(counts) == 3 * 2
+    again = [*prompts[::-1], [4] * 30, prompts[0]]
+    cache, context = model.cache(5, 80), sd.Context.of(again, 80)
+    mine = model.score(cache, context).logits
+    # the root without its last token; an ending that two rows have; the last token of each, what follows the last block of row 1, and row 3
+    assert counts == [1, 9, 1 + 2 + 1 + 30 + 1]
+    assert torch.allclose(mine, asked(plain, again).logits, atol=1e-9)
+    assert [cache.row(b) for b in range(5)] == again
+    if page:
+        pool = cache.pool
+        del cache
+        assert len(pool.free) == pool.pages
+        assert not any(pool.holders)
 
 
 def test_the_memory_has_a_limit_and_forgets_what_was_used_first(monkeypatch):
@@ -205,6 +218,7 @@ def test_the_same_bits_where_they_are_promised():
     asked(model, [SYSTEM])
     prompts = [[*SYSTEM, 1, 2], [3] * 9]
     assert torch.equal(asked(model, prompts).logits, asked(plain, prompts).logits)
+    assert model.prefixes.found == 40
 
 
 def test_models_that_show_something_else_do_not_borrow():
@@ -212,8 +226,13 @@ def test_models_that_show_something_else_do_not_borrow():
     model = sd.HFModel(tiny("llama"), prefix_cache=GIB)
     asked(model, [SYSTEM])
     masked = sd.models.Windowed(model, window=4)
-    asked(masked, [SYSTEM])
+    dense = sd.models.Masked(model, sd.masks.Causal() & sd.masks.Window(4), storage="dense")
+    for other in (masked, dense):
+        asked(other, [SYSTEM])
+        asked(other, [[5] * 40])
     assert (model.prefixes.found, model.prefixes.asked) == (0, 40)
+    mine, theirs = (asked(m, [[5] * 40]).logits for m in (model, sd.HFModel(tiny("llama"))))
+    assert torch.allclose(mine, theirs, atol=1e-9)
     stack = StackedModel([sd.HFModel(tiny("llama", seed=n)) for n in range(2)])
     assert stack.prefixes is None
 
@@ -222,7 +241,7 @@ def test_copies_begin_empty():
     model = sd.HFModel(tiny("llama"), prefix_cache=GIB)
     asked(model, [SYSTEM])
     assert "0 of 40 prompt tokens found" in repr(model.prefixes)
-    for other in (copy.deepcopy(model.prefixes), pickle.loads(pickle.dumps(model.prefixes))):
+    for other in (copy.deepcopy(model).prefixes, pickle.loads(pickle.dumps(model.prefixes))):
         assert (other.bytes, other.limit) == (0, GIB)
 
 
@@ -246,3 +265,115 @@ def test_decoders_take_it_by_name_and_keep_it(tmp_path):
         for n in (1, 2):
             one.generate([SYSTEM], max_new_tokens=n)
         assert prefixes.found == 32
+
+
+def test_blocks_of_different_sizes_near_the_limit():
+    """With and without activations, in any order: the limit holds, no block stays that cannot be found, and logits and activations are right."""
+    block = 8 * sd.HFModel(tiny("llama")).bytes_per_token()
+    model, plain = sd.HFModel(tiny("llama"), prefix_cache=7 * block), sd.HFModel(tiny("llama"))
+    torch.manual_seed(0)
+    for n in range(60):
+        ends = torch.randint(0, 2, (2, 5)).repeat_interleave(8, 1).tolist()
+        prompts = [[*SYSTEM[:8], *end[: int(torch.randint(8, 41, ()))], 1] for end in ends]
+        taps = [(), (), (2,), (0, 1, 2)][n % 4]
+        mine, theirs = (asked(m, prompts, taps) for m in (model, plain))
+        assert torch.allclose(mine.logits, theirs.logits, atol=1e-9)
+        for tap in taps:
+            assert torch.allclose(mine.fed.layers[tap], theirs.fed.layers[tap], atol=1e-9)
+        kept = model.prefixes._blocks
+        assert model.prefixes.bytes == sum(b.bytes for b in kept.values()) <= model.prefixes.limit
+        assert {before for before, _ in kept} <= {0, *(b.number for b in kept.values())}
+    assert model.prefixes.found > 500
+
+
+def test_a_prompt_that_does_not_fit_is_refused_as_before():
+    model = sd.HFModel(tiny("llama"), prefix_cache=GIB)
+    asked(model, [SYSTEM])
+    with pytest.raises(ValueError, match="needs 40 slots"):
+        model.score(model.cache(1, 20), sd.Context.of([SYSTEM]))
+    with pytest.raises(ValueError, match="select the same rows of both"):
+        model.score(model.cache(2, 80), sd.Context.of([SYSTEM]))
+
+
+@pytest.mark.parametrize("taps", [(), (2,)])
+def test_rows_of_a_call_that_fails_are_empty_again(monkeypatch, taps):
+    model, plain = (sd.HFModel(tiny("llama"), prefix_cache=limit) for limit in (GIB, None))
+    asked(model, [SYSTEM], taps)
+    context, cache = sd.Context.of([[*SYSTEM, 1]], 80), model.cache(1, 80)
+    with monkeypatch.context() as patch:
+        patch.setattr(sd.HFModel, "_run", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.score(cache, context, taps=taps)
+    assert cache.row(0) == []
+    mine, theirs = model.score(cache, context, taps=(2,)), asked(plain, [[*SYSTEM, 1]], (2,))
+    assert torch.allclose(mine.logits, theirs.logits, atol=1e-9)
+    assert torch.allclose(mine.fed.layers[2], theirs.fed.layers[2], atol=1e-9)
+
+
+def test_where_there_is_no_memory_nothing_is_kept(monkeypatch):
+    model, plain = (sd.HFModel(tiny("llama"), prefix_cache=limit) for limit in (GIB, None))
+    asked(model, [SYSTEM])
+
+    def full(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(prefixes.PrefixCache, "_made", full)
+    assert torch.allclose(asked(model, [[3] * 30]).logits, asked(plain, [[3] * 30]).logits, atol=1e-9)
+    assert model.prefixes.bytes == 0
+
+
+def test_copies_of_weights_that_are_not_read_yet_leave_nothing():
+    """A cache uses the weights of when it was made, where the model reads copies of them; what it computes is not kept as of the new ones."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "vocab_size": 96,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    }
+    user = tiny("llama", **sizes).to(torch.bfloat16).to(torch.float32)
+    model = sd.HFModel(user, prefix_cache=GIB, bf16_weights=True)
+    context = sd.Context.of([SYSTEM], 80)
+    cache = model.cache(1, 80)
+    with torch.no_grad():
+        for weight in user.parameters():
+            weight.mul_(2)
+    model.score(cache, context)
+    assert model.prefixes.bytes == 0
+    fresh = sd.HFModel(user, bf16_weights=True)
+    for _ in range(2):
+        assert torch.allclose(asked(model, [SYSTEM]).logits, asked(fresh, [SYSTEM]).logits, atol=1e-4)
+    assert model.prefixes.found == 32
+
+
+def test_one_changed_row_of_a_weight_is_noticed():
+    user = tiny("llama")
+    model = sd.HFModel(user, prefix_cache=GIB)
+    asked(model, [SYSTEM])
+    with torch.no_grad():
+        user.get_input_embeddings().weight[SYSTEM[3]] += 1
+    assert torch.allclose(asked(model, [SYSTEM]).logits, asked(sd.HFModel(user), [SYSTEM]).logits, atol=1e-9)
+
+
+def test_several_threads():
+    model, plain = (sd.HFModel(tiny("llama"), prefix_cache=limit, graphs=False) for limit in (GIB, None))
+    prompts = [[*SYSTEM, *[n] * (n + 1)] for n in range(24)]
+    wanted = [asked(plain, [p]).logits for p in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(2):
+            found = list(pool.map(lambda p: asked(model, [p]).logits, prompts))
+            assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(found, wanted))
+
+
+def test_heads_under_captured_steps():
+    from specdec.drafts.heads import Eagle3
+
+    user, texts = tiny("llama"), []
+    head = Eagle3.from_target(sd.HFModel(user), taps=(0, 1, 2))
+    for limit in (GIB, None):
+        target = sd.HFModel(user, graphs="eager", prefix_cache=limit)
+        decoder = sd.decoder(target).draft(sd.drafts.Head(head), length=3).build()
+        texts.append([decoder.generate([[*SYSTEM, n]], 12, seed=n).ids for n in range(3)])
+        if limit:
+            assert target.prefixes.found == 80
+    assert texts[0] == texts[1]

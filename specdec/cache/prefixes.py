@@ -20,11 +20,14 @@ from torch import Tensor, nn
 from specdec.cache.contiguous import SlotCache
 from specdec.cache.paged import PagedCache
 from specdec.cache.token_index import Row
+from specdec.kernels.device import to_device
 from specdec.types import Context, Fed
 
 SIZE = 64  # tokens of a block
-SAMPLES = 8  # values of each parameter by which changed weights are noticed
+SAMPLES = 8  # values of each parameter by which changed weights are noticed, at least
+Signs = tuple[list[tuple[int, int]], list[Tensor]]
 
+Cache = SlotCache | PagedCache
 Key = tuple[int, bytes]  # the number of the block before (0: none), and the block's own tokens
 
 
@@ -34,20 +37,61 @@ class Block(NamedTuple):
     Attributes:
         number: of the block, never used again. entries: for each kind of a cache's buffers ``[layers, SIZE, H, D]``.
         seen: layer -> its activations ``[SIZE, E]``, of the layers that a draft asked for.
+        ready: events of the streams that make it, on GPUs.
     """
 
     number: int
     entries: list[Tensor]
     seen: dict[int, Tensor]
+    ready: list[torch.cuda.Event]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return *self.entries, *self.seen.values()
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.entries, *self.seen.values()))
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def use(self) -> None:
+        """Called before it is read: another thread's stream may make it, or have made it."""
+        for tensor in self.tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        for event in self.ready:
+            event.wait()
 
 
-Cache = SlotCache | PagedCache
-Lent = Mapping[int, Sequence[Block]]
-"""The rows that a call reads from their beginning, and the blocks that each was lent."""
+class Lent(NamedTuple):
+    """The rows of a call that read their texts from the beginning, and the blocks that each was lent."""
+
+    prefixes: PrefixCache | None
+    blocks: Mapping[int, Sequence[Block]]
+
+    def keep(self, cache: Any, fed: Fed | None = None) -> Fed | None:
+        """Keep what the rows hold now; returns the activations ``fed`` of the call's tokens, and before them, row by row, those of lent blocks."""
+        whole = None if fed is None else self._joined(fed)
+        if self.prefixes is not None:
+            self.prefixes.keep(cache, self.blocks, whole)
+        return whole
+
+    def _joined(self, fed: Fed) -> Fed:
+        blocks = [(b, i, block) for b, some in self.blocks.items() for i, block in enumerate(some)]
+        if not blocks:
+            return fed
+        one = torch.arange(SIZE)
+        row = torch.cat([*(torch.full_like(one, b) for b, _, _ in blocks), fed.row])
+        position = torch.cat([*(one + SIZE * i for _, i, _ in blocks), fed.position])
+        node = torch.cat([torch.full((SIZE * len(blocks),), -1), fed.node])
+        order = row.argsort(stable=True)
+        layers = {
+            tap: torch.cat([*(block.seen[tap] for _, _, block in blocks), x])[to_device(order, x.device)]
+            for tap, x in fed.layers.items()
+        }
+        return Fed(layers, row[order], position[order], node[order])
+
+
+NOTHING = Lent(None, {})
 
 
 class PrefixCache:
@@ -64,7 +108,7 @@ class PrefixCache:
         self.asked = self.found = self.bytes = 0
         self._blocks: OrderedDict[Key, Block] = OrderedDict()  # the one that was used last is the last
         self._numbers, self._lock = count(1), Lock()
-        self._sample: list[Tensor] = []
+        self._weights: Signs | None = None
 
     def __reduce__(self) -> Any:  # a copy begins empty
         return PrefixCache, (self.limit, self._parameters)
@@ -76,20 +120,28 @@ class PrefixCache:
     def clear(self) -> None:
         """Drop all blocks."""
         with self._lock:
-            self._blocks.clear()
-            self.bytes = 0
+            self._clear()
+
+    def look_at_weights(self) -> None:
+        """Drop all blocks if weights have changed. Models call it where they begin to use changed weights, when a cache is made."""
+        with self._lock:
+            now = self._signs()
+            if not _same(now, self._weights):
+                self._clear()
+            self._weights = now
 
     def lend(self, cache: Cache, context: Context, rows: Sequence[int], taps: Sequence[int]) -> Lent:
         """Copy to each of ``rows`` the blocks that its text begins with and that it does not hold, but never its last committed token.
 
         Args:
-            rows: those that were ``fresh`` when the call began. taps: layers whose activations are wanted too; all rows are then empty.
+            rows: those that were empty when the call began. taps: layers whose activations are wanted too; all rows are then empty.
         """
         words, length = context.tokens.numpy(), context.length.tolist()
         lent, held = dict[int, Sequence[Block]](), dict[int, int]()
         with self._lock:
-            if self._blocks:
-                self._drop_if_weights_changed()
+            if not _same(self._signs(), self._weights):  # a model may still use copies of the old ones
+                self._clear()
+                return NOTHING
             for b in rows:
                 has = np.array(cache.row(b), dtype=np.int64)[: length[b]]
                 differ = has != words[b, : len(has)]
@@ -99,43 +151,48 @@ class PrefixCache:
                 self.found += max(SIZE * len(lent[b]) - same, 0)
         some = [b for b in rows if len(lent[b]) > held[b]]
         if isinstance(cache, PagedCache) and some:
-            cache.hold([Row(b, SIZE * held[b], length[b], length[b]) for b in rows])
+            begin = {b: SIZE * held[b] if b in some else length[b] for b in rows}
+            cache.hold([Row(b, first, length[b], length[b]) for b, first in begin.items()])
         with torch.inference_mode(False), torch.no_grad():
             for b in some:
                 for i, block in enumerate(lent[b][held[b] :], held[b]):
+                    block.use()
                     at = 0
                     for part in cache.parts(b, SIZE * i, SIZE * (i + 1)):
                         for into, entries in zip(part, block.entries):
                             into.copy_(entries[:, at : at + into.shape[1]])
-                            if entries.is_cuda:  # another thread's stream may have made it
-                                entries.record_stream(torch.cuda.current_stream(entries.device))
                         at += part[0].shape[1]
                 cache.remember(b, words[b], 0, SIZE * len(lent[b]), 0)
-        return lent
+        return Lent(self, lent)
 
-    def keep(self, cache: Cache, lent: Lent, fed: Fed | None = None) -> None:
-        """Keep the full blocks of what the rows of ``lent`` hold now; ``fed``: the activations of all their tokens."""
+    def keep(self, cache: Cache, rows: Iterable[int], fed: Fed | None) -> None:
+        """Keep the full blocks of what ``rows`` hold; ``fed``: the activations of all their tokens. Where there is no memory for them, all are dropped."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            if not self._blocks:
-                self._sample = self._samples()
-            for b in lent:
-                text, before, path = np.array(cache.row(b)), 0, list[Key]()
-                row = None if fed is None else torch.nonzero((fed.row == b) & (fed.node < 0))[:, 0]
-                for at in range(0, len(text) - SIZE + 1, SIZE):
-                    key = (before, text[at : at + SIZE].tobytes())
-                    block = self._blocks.get(key)
-                    if block is None or (fed is not None and not block.seen.keys() >= fed.layers.keys()):
-                        block = self._made(
-                            cache, b, at, fed, None if row is None else row[at : at + SIZE], block
-                        )
-                        if (at // SIZE + 1) * block.bytes > self.limit:
-                            break
-                        self._put(key, block)
-                    path.append(key)
-                    before = block.number
-                    self._blocks.move_to_end(key)
-                for key in reversed(path):
-                    self._blocks.move_to_end(key)
+            try:
+                for b in rows:
+                    self._keep(cache, b, fed)
+            except (MemoryError, torch.OutOfMemoryError):
+                self._clear()
+
+    def _keep(self, cache: Cache, b: int, fed: Fed | None) -> None:
+        text, before, path, total = np.array(cache.row(b), dtype=np.int64), 0, list[Key](), 0
+        row = None if fed is None else torch.nonzero((fed.row == b) & (fed.node < 0))[:, 0]
+        for at in range(0, len(text) - SIZE + 1, SIZE):
+            key = (before, text[at : at + SIZE].tobytes())
+            block = old = self._blocks.get(key)
+            if block is None or (fed is not None and not block.seen.keys() >= fed.layers.keys()):
+                tokens = None if row is None else row[at : at + SIZE]
+                block = self._made(cache, b, at, fed, tokens, block)
+            total += block.bytes
+            if total > self.limit:
+                break
+            if block is not old:
+                self._put(key, block)
+            path.append(key)
+            before = block.number
+            self._blocks.move_to_end(key)
+        for key in reversed(path):
+            self._blocks.move_to_end(key)
 
     def _find(self, text: np.ndarray, taps: Sequence[int]) -> list[Block]:
         blocks, before = list[Block](), 0
@@ -152,11 +209,17 @@ class PrefixCache:
     ) -> Block:
         seen = {} if old is None else dict(old.seen)
         if fed is not None and tokens is not None:
-            seen |= {tap: x[tokens.to(x.device)].clone() for tap, x in fed.layers.items()}
-        if old is not None:
-            return Block(old.number, old.entries, seen)
-        kinds = zip(*cache.parts(b, at, at + SIZE))
-        return Block(next(self._numbers), [torch.cat(parts, 1) for parts in kinds], seen)
+            seen |= {tap: x[to_device(tokens, x.device)].clone() for tap, x in fed.layers.items()}
+        number, entries = (
+            next(self._numbers) if old is None else old.number,
+            [] if old is None else old.entries,
+        )
+        if old is None:
+            entries = [torch.cat(parts, 1) for parts in zip(*cache.parts(b, at, at + SIZE))]
+        block = Block(number, entries, seen, [] if old is None else list(old.ready))
+        for device in {tensor.device for tensor in block.tensors if tensor.is_cuda}:
+            block.ready.append(torch.cuda.current_stream(device).record_event())
+        return block
 
     def _put(self, key: Key, block: Block) -> None:
         old = self._blocks.pop(key, None)
@@ -165,42 +228,22 @@ class PrefixCache:
         while self.bytes > self.limit:
             self.bytes -= self._blocks.popitem(last=False)[1].bytes
 
-    def _samples(self) -> list[Tensor]:
-        """The bytes of a few values of each parameter, one tensor for each device."""
-        found: dict[torch.device, list[Tensor]] = {}
+    def _clear(self) -> None:
+        self._blocks.clear()
+        self.bytes = 0
+
+    def _signs(self) -> Signs:
+        """By which a change of the parameters is noticed: versions and addresses, and, of plain ones, the bytes of a few values."""
+        places, values = list[tuple[int, int]](), dict[torch.device, list[Tensor]]()
         for p in self._parameters():
+            places.append((0 if p.is_inference() else p._version, p.data_ptr()))
             if type(p) is nn.Parameter and p.numel():
                 some = p.detach().flatten()[:: max(1, p.numel() // SAMPLES)].contiguous()
-                found.setdefault(p.device, []).append(some.view(torch.uint8))
-        return [torch.cat(some) for some in found.values()]
-
-    def _drop_if_weights_changed(self) -> None:
-        now = self._samples()
-        if len(now) != len(self._sample) or not all(map(torch.equal, now, self._sample)):
-            self._blocks.clear()
-            self.bytes = 0
+                values.setdefault(p.device, []).append(some.view(torch.uint8))
+        return places, [torch.cat(some) for some in values.values()]
 
 
-def fresh(cache: Any, rows: Tensor | None) -> list[int]:
-    """The empty rows (of ``rows``; ``None``: all) of a cache that can be lent blocks: a ``SlotCache`` or a ``PagedCache``."""
-    if type(cache) not in (SlotCache, PagedCache):
-        return []
-    asked = None if rows is None else set(rows.tolist())
-    return [b for b in cache.empty_rows() if asked is None or b in asked]
-
-
-def with_lent(fed: Fed, lent: Lent) -> Fed:
-    """The activations of a call's tokens, and before them, row by row, those of the blocks that its rows were lent."""
-    blocks = [(b, i, block) for b, some in lent.items() for i, block in enumerate(some)]
-    if not blocks:
-        return fed
-    one = torch.arange(SIZE)
-    row = torch.cat([*(torch.full_like(one, b) for b, _, _ in blocks), fed.row])
-    position = torch.cat([*(one + SIZE * i for _, i, _ in blocks), fed.position])
-    node = torch.cat([torch.full((SIZE * len(blocks),), -1), fed.node])
-    order = row.argsort(stable=True)
-    layers = {
-        tap: torch.cat([*(block.seen[tap] for _, _, block in blocks), x])[order.to(x.device)]
-        for tap, x in fed.layers.items()
-    }
-    return Fed(layers, row[order], position[order], node[order])
+def _same(one: Signs | None, other: Signs | None) -> bool:
+    if one is None or other is None or one[0] != other[0] or len(one[1]) != len(other[1]):
+        return False
+    return all(map(torch.equal, one[1], other[1]))

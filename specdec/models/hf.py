@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from specdec.arguments import at_least
 from specdec.cache.contiguous import KVShape, SlotCache, check_memory
 from specdec.cache.paged import PagedCache, PagePool
-from specdec.cache.prefixes import Lent, PrefixCache, fresh, with_lent
+from specdec.cache.prefixes import PrefixCache
 from specdec.configs import runs_on, setting
 from specdec.forward.compiled import compile_parts
 from specdec.forward.families import SUPPORTED, UnsupportedModel, path_of, positions_of, refuse
@@ -30,7 +30,7 @@ from specdec.graphs.programs import Steps, steps_for
 from specdec.models.check import Graphs, Options, check_arguments, narrowed, self_check
 from specdec.models.clone import Wrapper, structural_clone
 from specdec.models.load import load, load_tokenizer
-from specdec.models.shared_prompts import share_prompts
+from specdec.models.shared_prompts import reading
 from specdec.types import Context, Fed, Proposal, Scores
 
 __all__ = ["SUPPORTED", "HFModel", "Options", "UnsupportedModel"]
@@ -243,6 +243,8 @@ class HFModel(Wrapper):
         at_least(0, "batch", batch, "give a number of rows, 0 or more")
         at_least(0, "capacity", capacity, "give a number of tokens, 0 or more")
         self._check_storage()
+        if self.prefixes is not None:
+            self.prefixes.look_at_weights()
         if self.steps is not None:
             return self.steps.cache(self._shapes, batch, capacity, self.page)
         if self.page is not None:
@@ -252,13 +254,13 @@ class HFModel(Wrapper):
 
     def prefill(self, cache: Cache, context: Context, rows: Tensor | None = None) -> None:
         """Feed what the cache lacks of each row (or of ``rows [R]``) except its last committed token, without computing logits."""
-        lent = self._begin(cache, context, rows, ())
-        first, end = spans(cache, context, None, None, rows)
-        packed = self._feed(cache, context, None, first, [max(e - 1, 0) for e in end])
-        self._run(cache, packed, False, ())
-        packed.remember(cache, context)
-        if self.prefixes is not None and lent:
-            self.prefixes.keep(cache, lent)
+        own = type(self)._pieces is HFModel._pieces
+        with reading(self, cache, context, rows, (), own) as prompts:
+            first, end = spans(cache, context, None, None, rows)
+            packed = self._feed(cache, context, None, first, [max(e - 1, 0) for e in end])
+            self._run(cache, packed, False, ())
+            packed.remember(cache, context)
+        prompts.keep(cache)
 
     def score(
         self,
@@ -278,28 +280,17 @@ class HFModel(Wrapper):
             ValueError: rows do not match, the cache has no room, the family takes chains only, or nodes before ``start`` were not
                 fed in this context.
         """
-        lent = {} if start is not None else self._begin(cache, context, rows, taps)
-        packed, width = self._plan(cache, context, proposal, start, rows)
-        made, layers = self._run(cache, packed, True, taps)
-        if made is None:
-            made = torch.zeros(0, self.vocab_size, dtype=self.dtype, device=self.device)
-        # Returned logits may be changed: inference tensors may not, and a step overwrites its own.
-        copy = self.steps is not None or not torch.is_inference_mode_enabled()
-        logits = packed.spread(made, context.batch, width, -1 if start is None else start, copy)
-        packed.remember(cache, context)
-        fed = with_lent(Fed(layers, *packed.owners()), lent) if taps else None
-        if self.prefixes is not None and lent:
-            self.prefixes.keep(cache, lent, fed)
-        return Scores(logits, fed)
-
-    def _begin(self, cache: Cache, context: Context, rows: Tensor | None, taps: Sequence[int]) -> Lent:
-        """Give empty rows what other rows of the call read, and what earlier prompts left; returns the rows whose prompts are to be kept."""
-        if type(self)._pieces is not HFModel._pieces:
-            return {}
-        empty = [] if self.prefixes is None else fresh(cache, rows)
-        if not taps:  # which want the activations of every position
-            share_prompts(self, cache, context, rows)
-        return self.prefixes.lend(cache, context, empty, taps) if self.prefixes is not None and empty else {}
+        own = start is None and type(self)._pieces is HFModel._pieces
+        with reading(self, cache, context, rows, taps, own) as prompts:
+            packed, width = self._plan(cache, context, proposal, start, rows)
+            made, layers = self._run(cache, packed, True, taps)
+            if made is None:
+                made = torch.zeros(0, self.vocab_size, dtype=self.dtype, device=self.device)
+            # Returned logits may be changed: inference tensors may not, and a step overwrites its own.
+            copy = self.steps is not None or not torch.is_inference_mode_enabled()
+            logits = packed.spread(made, context.batch, width, -1 if start is None else start, copy)
+            packed.remember(cache, context)
+        return Scores(logits, prompts.keep(cache, Fed(layers, *packed.owners()) if taps else None))
 
     def _plan(
         self,

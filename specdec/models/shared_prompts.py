@@ -1,7 +1,10 @@
-"""Prompts that are equal or begin alike: what they share is fed once, and other rows share its pages, or copy its keys and values in slots."""
+"""Prompts that are equal or begin alike: what they share is fed once, and other rows share its pages, or copy its keys and values in slots. What
+earlier calls have read is copied from ``cache.prefixes``."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,9 +12,39 @@ from torch import Tensor
 
 from specdec.cache.contiguous import SlotCache
 from specdec.cache.paged import PagedCache
+from specdec.cache.prefixes import NOTHING, Lent
 from specdec.types import Context
 
 LEAST = 128  # tokens to save; below that, a second forward costs as much
+
+
+@contextmanager
+def reading(
+    model: Any, cache: Any, context: Context, rows: Tensor | None, taps: Sequence[int], own: bool
+) -> Iterator[Lent]:
+    """A context in which prompts are read. At its beginning, empty rows get what other rows of the call or earlier prompts share with them; if it fails, they are empty again.
+
+    Args:
+        taps: layers whose activations are wanted of every position; rows then share nothing, and earlier prompts have kept them.
+        own: whether the model's rows see all of their text; otherwise nothing is shared.
+    """
+    if not own or type(cache) not in (SlotCache, PagedCache) or context.batch != cache.batch:
+        yield NOTHING
+        return
+    empty = []
+    if model.prefixes is not None:
+        asked, length = None if rows is None else set(rows.tolist()), context.length.tolist()
+        empty = [
+            b for b in cache.empty_rows() if (asked is None or b in asked) and length[b] <= cache.capacity
+        ]
+    try:
+        if not taps:
+            share_prompts(model, cache, context, rows)
+        yield model.prefixes.lend(cache, context, empty, taps) if empty else NOTHING
+    except BaseException:
+        for b in empty:
+            cache.forget(b)
+        raise
 
 
 def share_prompts(model: Any, cache: Any, context: Context, rows: Tensor | None) -> None:
@@ -22,10 +55,8 @@ def share_prompts(model: Any, cache: Any, context: Context, rows: Tensor | None)
 
     Args:
         model: whose ``prefill`` feeds the rows; ``model.readers`` are its members that read them, if it has any.
-        cache: other caches than a ``SlotCache`` or a ``PagedCache`` are left alone.
+        cache: a ``SlotCache`` or a ``PagedCache``.
     """
-    if type(cache) not in (SlotCache, PagedCache):
-        return
     empty = cache.empty_rows()
     if len(empty) < 2:
         return
