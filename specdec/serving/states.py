@@ -105,9 +105,9 @@ class Open:
             self.error = error
 
 
-def let_go(error: BaseException) -> None:
-    """Make an error's traceback a note of it: its frames and their callers hold logits and caches, and the error may be kept for long."""
-    if error.__traceback__ is not None:
+def let_go(error: BaseException, note: bool = True) -> None:
+    """Drop an error's traceback, whose frames and their callers hold logits and caches; with ``note``, its text becomes a note of the error."""
+    if note and error.__traceback__ is not None:
         error.add_note("".join(format_tb(error.__traceback__)).rstrip())
     chain, seen = list[BaseException | None]([error]), set[int]()
     while chain:
