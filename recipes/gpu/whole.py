@@ -121,19 +121,37 @@ def decoded(decoder: sd.Decoder, prompts: list[list[int]], new: int) -> tuple[li
     return out.ids, out.stats
 
 
-def streamed(decoder: sd.Decoder, prompts: list[list[int]], new: int) -> tuple[list[list[int]], sd.Stats]:
-    """Texts of a stream with room for two requests, so that later ones join; without whole rounds the last one is sampled, and left out."""
+def streamed(
+    decoder: sd.Decoder, prompts: list[list[int]], new: int, cold: sd.Sampling
+) -> tuple[list[list[int]], sd.Stats]:
+    """Texts of a stream with room for two requests, so that later ones join, all but the last one with the sampling ``cold``; that one is sampled, and
+    left out. With whole rounds none has a sampling of its own."""
     greedy = isinstance(decoder.executor, Ahead)
-    cold, hot = (None, None) if greedy else (sd.Sampling(0.0), sd.Sampling(1.0))
-    requests = [sd.Request(ids, new, sampling=cold) for ids in prompts]
+    hot = None if greedy else sd.Sampling(0.9, top_p=0.9, top_k=50)
+    requests = [sd.Request(ids, new, sampling=None if greedy else cold) for ids in prompts]
     more = [sd.Request(prompts[0], new, sampling=hot)]
     stream = decoder.serve([*requests, *more], 2, seed=0, eos_token_id=(), own_sampling=not greedy)
     made = sorted(stream, key=lambda one: one.index)[: len(prompts)]
     return [one.ids for one in made], sum((one.stats for one in made[1:]), start=made[0].stats)
 
 
+def no_tenth(ids: Tensor, scores: Tensor) -> Tensor:
+    """A processor: no token whose number ends with 3."""
+    tenth = torch.arange(scores.shape[-1], device=scores.device) % 10 == 3
+    return scores.masked_fill(tenth, -torch.inf)
+
+
+def restricted(vocab_size: int) -> sd.Sampling:
+    """Greedy, with that processor, under a grammar in which even and odd tokens alternate, and every seventh token is 0."""
+    odd = [t % 2 == 1 for t in range(vocab_size)]
+    rows = [[s + 1 if odd[t] == (s % 2 == 1) else -1 for t in range(vocab_size)] for s in range(6)]
+    rows.append([-1 if t else 0 for t in range(vocab_size)])
+    return sd.Sampling(0.0, processors=(no_tenth,), grammar=sd.grammars.Table(rows))
+
+
 def texts(stage: Stage) -> None:
-    """Greedy texts of small models in float32, plain and speculative, with graphs and without: all are the same."""
+    """Greedy texts of small models in float32, plain and speculative, with graphs and without: all are the same, and so are those under a grammar and a
+    processor."""
     made = config(True)
     if not stage.toy:
         made.update({"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2,
@@ -146,13 +164,15 @@ def texts(stage: Stage) -> None:
             p.add_(torch.randn_like(p) * NOISE * p.std())
     new = 8 if stage.toy else 64
     host = torch.Generator().manual_seed(stage.seed)
-    prompts = [torch.randint(0, made.vocab_size, (n,), generator=host).tolist() for n in (40, 7, 19)]
+    prompts = [torch.randint(0, made.vocab_size, (n,), generator=host).tolist() for n in (140, 7, 19)]
     graphs: Any = True if stage.device.type == "cuda" else "eager"
-    first: list[list[int]] | None = None
+    plain, limited = sd.Sampling(0.0), restricted(made.vocab_size)
+    firsts: dict[bool, list[list[int]]] = {}
     accepted: dict[str, int] = {}  # by the first row of each draft, without graphs
     for how in (False, graphs):
         target, small = (sd.HFModel(model, graphs=how) for model in raw)
         pages, small_pages = (sd.HFModel(model, graphs=how, page=PAGE) for model in raw)
+        keeping, small_keeping = (sd.HFModel(model, graphs=how, prefix_cache=2**26) for model in raw)
         spire = SpireModel.from_target(target, made.num_hidden_layers, window=16, feedback=False)
         head, block = Eagle3.from_target(target), DSpark.from_target(target, blocks=1)
         window = DFlash.from_target(target, blocks=2, block_size=5, windows=[16, None])
@@ -162,6 +182,8 @@ def texts(stage: Stage) -> None:
             "the draft": small,
             "the target, pages": pages,
             "the draft, pages": small_pages,
+            "the target, prompts kept": keeping,
+            "the draft, prompts kept": small_keeping,
         }
         broken: set[str] = set()  # whose captures have failed; they begin anew
         for name, draft in (
@@ -189,21 +211,33 @@ def texts(stage: Stage) -> None:
             ("a model's chain, pages, whole rounds", sd.drafts.Model(small)),
             ("a model's chain, a stream", sd.drafts.Model(small)),
             ("a model's chain, a stream, whole rounds", sd.drafts.Model(small)),
+            ("a model's chain, prompts kept", sd.drafts.Model(small_keeping)),
+            ("SPIRe, prompts kept", sd.drafts.Spire(spire, graphs=how)),
+            ("plain, a grammar", None),
+            ("a model's chain, a grammar", sd.drafts.Model(small)),
+            ("a model's chain, a grammar, a stream", sd.drafts.Model(small)),
+            ("a tree, a grammar", sd.drafts.Tree(small, (2, 2))),
+            ("forced tokens and a model's chain, a grammar", sd.drafts.JumpForward(sd.drafts.Model(small))),
         ):
             ahead = name.endswith("whole rounds")
             case = f"greedy text, {name}, {'with' if how else 'without'} graphs"
             if stage.late(case) or (ahead and not how):
                 continue
             with stage.case(case, "texts"):
-                one = pages if ", pages" in name else target
-                base = sd.decoder(one).greedy().executor(Ahead() if ahead else Serial())
+                one = pages if ", pages" in name else keeping if ", prompts kept" in name else target
+                sampling = limited if (other_texts := ", a grammar" in name) else plain
+                base = sd.decoder(one).sampling(sampling).executor(Ahead() if ahead else Serial())
                 decoder = (base if draft is None else base.draft(draft)).build()
                 for _ in range(2):
-                    ids, stats = (streamed if ", a stream" in name else decoded)(decoder, prompts, new)
-                first = first or ids
+                    if ", a stream" in name:
+                        ids, stats = streamed(decoder, prompts, new, sampling)
+                    else:
+                        ids, stats = decoded(decoder, prompts, new)
+                first = firsts.setdefault(other_texts, ids)
+                kept = ", prompts kept" not in name or bool(keeping.prefixes and keeping.prefixes.found)
                 differ = sum(a != b for one, other in zip(ids, first) for a, b in zip(one, other))
                 other = accepted.setdefault(name.removesuffix(", whole rounds"), stats.accepted)
-                wrong = differ or abs(other - stats.accepted) > max(1, other / 20)  # a tie may fall otherwise
+                wrong = differ or not kept or abs(other - stats.accepted) > max(1, other / 20)  # a tie may fall otherwise
                 more: dict[str, Any] = {"accepted": stats.accepted} | ({"failed": True} if wrong else {})
                 said = (
                     f"; {stats.accepted} were accepted, and {other} in the first row of this draft"

@@ -96,7 +96,7 @@ def auto(
     kind: Kind | None = None,
     refilled: bool = False,
 ) -> Auto:
-    """Measure drafts on prompts, and return a decoder that chooses a draft and a length, or none, for every row in every round.
+    """Measure drafts on prompts; ``.decoder`` of the result chooses a draft and a length, or none, for every row in every round.
 
     Each draft decodes the prompts with each length, at each batch, in turn with plain decoding, and as a part of the pool that the decoder is. That gives the seconds of its rounds and
     the chance that a draft's tokens are accepted. ``selectors.Planner`` decides by them, and by what the rows accept as they go on. The output has the target's
