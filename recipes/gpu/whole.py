@@ -237,7 +237,9 @@ def texts(stage: Stage) -> None:
                 kept = ", prompts kept" not in name or bool(keeping.prefixes and keeping.prefixes.found)
                 differ = sum(a != b for one, other in zip(ids, first) for a, b in zip(one, other))
                 other = accepted.setdefault(name.removesuffix(", whole rounds"), stats.accepted)
-                wrong = differ or not kept or abs(other - stats.accepted) > max(1, other / 20)  # a tie may fall otherwise
+                wrong = (
+                    differ or not kept or abs(other - stats.accepted) > max(1, other / 20)
+                )  # a tie may fall otherwise
                 more: dict[str, Any] = {"accepted": stats.accepted} | ({"failed": True} if wrong else {})
                 said = (
                     f"; {stats.accepted} were accepted, and {other} in the first row of this draft"

@@ -10,22 +10,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.cache.contiguous import SlotCache
+from specdec.cache.kept import Kept, made_by
 from specdec.cache.paged import PagedCache
 from specdec.cache.token_index import Row
 from specdec.kernels.device import to_device
 from specdec.types import Context, Fed
 
 SIZE = 64  # tokens of a block
-SAMPLES = 8  # values of each parameter by which changed weights are noticed, at least
-Signs = tuple[list[tuple[int, int]], list[Tensor]]
 
 Cache = SlotCache | PagedCache
 Key = tuple[int, bytes]  # the number of the block before (0: none), and the block's own tokens
@@ -94,41 +92,13 @@ class Lent(NamedTuple):
 NOTHING = Lent(None, {})
 
 
-class PrefixCache:
-    """Blocks of earlier prompts of one model.
-
-    Args:
-        limit: bytes of blocks, on the devices of the model's keys and values. parameters: returns those of the model.
-    Attributes:
-        asked: tokens of prompts that were to be read so far. found: how many of them were copied.
-    """
+class PrefixCache(Kept):
+    """Blocks of earlier prompts of one model. Args, Attributes: as of ``Kept``."""
 
     def __init__(self, limit: int, parameters: Callable[[], Iterable[Tensor]]):
-        self.limit, self._parameters = limit, parameters
-        self.asked = self.found = self.bytes = 0
+        super().__init__(limit, parameters)
         self._blocks: OrderedDict[Key, Block] = OrderedDict()  # the one that was used last is the last
-        self._numbers, self._lock = count(1), Lock()
-        self._weights: Signs | None = None
-
-    def __reduce__(self) -> Any:  # a copy begins empty
-        return PrefixCache, (self.limit, self._parameters)
-
-    def __repr__(self) -> str:
-        share = f", {self.found} of {self.asked} prompt tokens found" if self.asked else ""
-        return f"PrefixCache({self.bytes / 2**20:.1f} of {self.limit / 2**20:.1f} MiB{share})"
-
-    def clear(self) -> None:
-        """Drop all blocks."""
-        with self._lock:
-            self._clear()
-
-    def look_at_weights(self) -> None:
-        """Drop all blocks if weights have changed. Models call it where they begin to use changed weights, when a cache is made."""
-        with self._lock:
-            now = self._signs()
-            if not _same(now, self._weights):
-                self._clear()
-            self._weights = now
+        self._numbers = count(1)
 
     def lend(self, cache: Cache, context: Context, rows: Sequence[int], taps: Sequence[int]) -> Lent:
         """Copy to each of ``rows`` the blocks that its text begins with and that it does not hold, but never its last committed token.
@@ -139,8 +109,7 @@ class PrefixCache:
         words, length = context.tokens.numpy(), context.length.tolist()
         lent, held = dict[int, Sequence[Block]](), dict[int, int]()
         with self._lock:
-            if not _same(self._signs(), self._weights):  # a model may still use copies of the old ones
-                self._clear()
+            if self._changed():
                 return NOTHING
             for b in rows:
                 has = np.array(cache.row(b), dtype=np.int64)[: length[b]]
@@ -216,10 +185,8 @@ class PrefixCache:
         )
         if old is None:
             entries = [torch.cat(parts, 1) for parts in zip(*cache.parts(b, at, at + SIZE))]
-        block = Block(number, entries, seen, [] if old is None else list(old.ready))
-        for device in {tensor.device for tensor in block.tensors if tensor.is_cuda}:
-            block.ready.append(torch.cuda.current_stream(device).record_event())
-        return block
+        ready = ([] if old is None else old.ready) + made_by((*entries, *seen.values()))
+        return Block(number, entries, seen, ready)
 
     def _put(self, key: Key, block: Block) -> None:
         old = self._blocks.pop(key, None)
@@ -231,19 +198,3 @@ class PrefixCache:
     def _clear(self) -> None:
         self._blocks.clear()
         self.bytes = 0
-
-    def _signs(self) -> Signs:
-        """By which a change of the parameters is noticed: versions and addresses, and, of plain ones, the bytes of a few values."""
-        places, values = list[tuple[int, int]](), dict[torch.device, list[Tensor]]()
-        for p in self._parameters():
-            places.append((0 if p.is_inference() else p._version, p.data_ptr()))
-            if type(p) is nn.Parameter and p.numel():
-                some = p.detach().flatten()[:: max(1, p.numel() // SAMPLES)].contiguous()
-                values.setdefault(p.device, []).append(some.view(torch.uint8))
-        return places, [torch.cat(some) for some in values.values()]
-
-
-def _same(one: Signs | None, other: Signs | None) -> bool:
-    if one is None or other is None or one[0] != other[0] or len(one[1]) != len(other[1]):
-        return False
-    return all(map(torch.equal, one[1], other[1]))

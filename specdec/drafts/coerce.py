@@ -42,7 +42,7 @@ def _wrapped(model: Any, tokenizer: Any, name: str, options: Mapping[str, Any]) 
     family = setting(setting(model, "config"), "model_type")
     if family not in OWN_CACHE:
         return HFModel(model, tokenizer, **options)
-    other = [key for key in options if key != "prefill_chunk"]
+    other = [key for key in options if key not in ("prefill_chunk", "prefix_cache")]
     if other:
         raise TypeError(
             f"{name} is a {family} model, which runs with transformers' own cache (models.OwnCache), and {', '.join(other)} is of HFModel: "

@@ -97,13 +97,7 @@ def check_arguments(
             f"kv_dtype is {kv_dtype!r}: give {' or '.join(map(str, DTYPES))}, or None for the model's own dtype"
         )
     if prefix_cache is not None:
-        whole("prefix_cache", prefix_cache, " of bytes, such as 2**30, or None to keep no prompts")
-        at_least(
-            1,
-            "prefix_cache",
-            prefix_cache,
-            "give a number of bytes, such as 2**30, or None to keep no prompts",
-        )
+        check_prefix_cache(prefix_cache)
     if prefill_chunk < 1:
         raise ValueError(f"prefill_chunk is {prefill_chunk}: it must be at least 1")
     if page is not None and page < 1:
@@ -144,6 +138,12 @@ def self_check(wrapped: Any, tokens: int = 24) -> float:
             yield [*row, a, y], logits[b, [0, 1, 3]]
 
     return _compare(wrapped, tokens, found, "its packed forward differs from its own")
+
+
+def check_prefix_cache(limit: Any) -> None:
+    """Raise TypeError or ValueError for what is no limit of a prefix cache."""
+    hint = "give a number of bytes, such as 2**30, or None to keep no prompts"
+    at_least(1, "prefix_cache", limit, hint, hint.removeprefix("give a number"))
 
 
 def check_own(wrapped: Any, tokens: int = 24) -> float:

@@ -16,11 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.arguments import at_least, whole
+from specdec.cache.kept_states import KeptStates
 from specdec.cache.states import State, StateCache
 from specdec.configs import cache_name, setting
 from specdec.forward.families import ONE_BY_ONE, OWN_CACHE, own_cache, positions_of, refuse
 from specdec.forward.taps import listening, tapped
-from specdec.models.check import check_own, narrowed
+from specdec.models.check import check_own, check_prefix_cache, narrowed
 from specdec.models.clone import Wrapper, structural_clone
 from specdec.models.load import load, load_tokenizer
 from specdec.types import Context, Fed, Proposal, Scores
@@ -39,6 +40,8 @@ class OwnCache(Wrapper):
         tokenizer: needed for text and chat prompts only.
         prefill_chunk: the most tokens of a prompt in one forward.
         refeed: the most accepted tokens that are read again in a verification. If there are more, they are read for good in a forward of their own.
+        prefix_cache: bytes in which states of prompts stay between calls, for prompts that begin with an earlier one (docs/models.md); ``None``: every
+            call reads its prompts. ``prefixes`` says what was found.
     Raises:
         UnsupportedModel: the family is no causal LM of text, or a forward in pieces gives other logits than one without a cache.
         TypeError, ValueError: the model is no transformers model, or a number is out of range.
@@ -46,9 +49,16 @@ class OwnCache(Wrapper):
 
     supports_trees = False
     concurrent = True
+    prefixes: KeptStates | None
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any = None, *, prefill_chunk: int = 512, refeed: int = 8
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        *,
+        prefill_chunk: int = 512,
+        refeed: int = 8,
+        prefix_cache: int | None = None,
     ):
         model = setting(model, "_orig_mod") or model  # torch.compile's wrapper
         if not isinstance(model, PreTrainedModel):
@@ -65,11 +75,20 @@ class OwnCache(Wrapper):
         self._memory = cache_name(self.clone)
         self._keeps, self._places = "logits_to_keep" in takes, "position_ids" in takes
         self.one_by_one = model.config.model_type in ONE_BY_ONE
+        if prefix_cache is not None:
+            check_prefix_cache(prefix_cache)
+            if self.one_by_one:
+                raise ValueError(
+                    f"prefix_cache is set and {model.config.model_type} reads what follows a state one token at a time, slower than from the beginning: leave it out"
+                )
+        self.prefix_cache, self.prefixes = prefix_cache, None
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.max_positions = positions_of(model.config)
         check_own(self)
         if (narrow := narrowed(model)) is not None:
             OwnCache(narrow, prefill_chunk=prefill_chunk, refeed=refeed)
+        if prefix_cache is not None:
+            self.prefixes = KeptStates(prefix_cache, self.clone.parameters)
 
     @classmethod
     def from_pretrained(
@@ -81,12 +100,13 @@ class OwnCache(Wrapper):
         tokenizer: Any = None,
         prefill_chunk: int = 512,
         refeed: int = 8,
+        prefix_cache: int | None = None,
         **kwargs: Any,
     ) -> OwnCache:
         """Load a hub id or a local folder, with its tokenizer if it has one; ``kwargs`` go to ``from_pretrained``. Errors as of ``HFModel``."""
         model = load(name, dtype=dtype, device_map=device_map, **kwargs)
         tokenizer = load_tokenizer(name) if tokenizer is None else tokenizer
-        return cls(model, tokenizer, prefill_chunk=prefill_chunk, refeed=refeed)
+        return cls(model, tokenizer, prefill_chunk=prefill_chunk, refeed=refeed, prefix_cache=prefix_cache)
 
     def __repr__(self) -> str:
         size = sum(p.numel() for p in self.clone.parameters()) / 1e6
@@ -101,6 +121,8 @@ class OwnCache(Wrapper):
         """
         at_least(0, "batch", batch, "give a number of rows, 0 or more")
         at_least(0, "capacity", capacity, "give a number of tokens, 0 or more")
+        if self.prefixes is not None:
+            self.prefixes.look_at_weights()
         return StateCache([(State(),) for _ in range(batch)], capacity)
 
     @torch.inference_mode()
@@ -111,9 +133,12 @@ class OwnCache(Wrapper):
             text = tuple(context.row(b)[:-1])
             state = read.get(text)
             if state is None:
-                state, cache.rows[b] = self._longest(cache.rows[b], text, len(text)), (State(),)
+                states, cache.rows[b] = cache.rows[b], (State(),)
+                state = self._longest(self._begun(states, text), text, len(text))
                 if len(state.tokens) < len(text):
                     state = self._read(state, text, 0)[0]
+                if self.prefixes is not None and not states[-1].tokens:
+                    self.prefixes.keep(state)
                 read[text] = state
             else:
                 state = state.copy()
@@ -163,9 +188,16 @@ class OwnCache(Wrapper):
                 if first <= len(chain):
                     # A forward that fails leaves no half-read state.
                     states, cache.rows[b] = cache.rows[b], (State(),)
+                    prompt = not states[-1].tokens
+                    if not taps:  # which want the activations of every token
+                        states = self._begun(states, tuple(text[:-1]))
                     # The logits after the last token to be read may be known; its activations are not.
                     begin = self._longest(states, (*text, *chain), len(text) + first - bool(taps))
                     cache.rows[b], made = self._score(states, begin, text, chain, first)
+                    if self.prefixes is not None and prompt:
+                        for state in cache.rows[b]:
+                            if len(state.tokens) == len(text):
+                                self.prefixes.keep(state)
                     logits[b, : len(made)] = made
                     at = torch.arange(len(begin.tokens), len(text) + len(chain))
                     fed.append(torch.stack([torch.full_like(at, b), at, (at - len(text)).clamp(min=-1)]))
@@ -174,6 +206,17 @@ class OwnCache(Wrapper):
         empty = logits.new_zeros(0, self.clone.config.get_text_config().hidden_size)
         layers = {tap: torch.cat(parts or [empty]) for tap, parts in caught.items()}
         return Scores(logits, Fed(layers, *torch.cat(fed, 1)))
+
+    @torch.inference_mode()
+    def _begun(self, states: tuple[State, ...], text: tuple[int, ...]) -> tuple[State, ...]:
+        """The states of a row that is about to read ``text``: of one that has read nothing, what earlier prompts have left."""
+        if self.prefixes is None or states[-1].tokens:
+            return states
+        state, end = self.prefixes.find(text)
+        if end < len(text):  # where another text parts from this one, a state is kept
+            state = self._read(state, text[:end], 0)[0]
+            self.prefixes.keep(state)
+        return (state,)
 
     def _of_one_row(self, hidden: Tensor) -> Tensor:
         """``[T, E]`` of a block's ``hidden [1, T, E]``."""

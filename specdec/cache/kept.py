@@ -1,0 +1,82 @@
+"""Memory that lasts between calls: a limit, what was found, and that it is dropped when the model's weights change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SAMPLES = 8  # values of each parameter by which changed weights are noticed, at least
+Signs = tuple[list[tuple[int, int]], list[Tensor]]
+
+
+class Kept:
+    """What was computed of earlier prompts of one model.
+
+    Args:
+        limit: bytes, on the devices of the model's memory. parameters: returns those of the model.
+    Attributes:
+        asked: tokens of prompts that were to be read so far. found: how many of them were copied. bytes: of what is kept.
+    """
+
+    def __init__(self, limit: int, parameters: Callable[[], Iterable[Tensor]]):
+        self.limit, self._parameters = limit, parameters
+        self.asked = self.found = self.bytes = 0
+        self._lock = Lock()
+        self._weights: Signs | None = None
+
+    def __reduce__(self) -> Any:  # a copy begins empty
+        return type(self), (self.limit, self._parameters)
+
+    def __repr__(self) -> str:
+        share = f", {self.found} of {self.asked} prompt tokens found" if self.asked else ""
+        return f"{type(self).__name__}({self.bytes / 2**20:.1f} of {self.limit / 2**20:.1f} MiB{share})"
+
+    def clear(self) -> None:
+        """Drop everything."""
+        with self._lock:
+            self._clear()
+
+    def look_at_weights(self) -> None:
+        """Drop everything if weights have changed. Models call it where they begin to use changed weights, when a cache is made."""
+        with self._lock:
+            now = self._signs()
+            if not _same(now, self._weights):
+                self._clear()
+            self._weights = now
+
+    def _changed(self) -> bool:
+        """Whether weights have changed since they were looked at; then everything is dropped, as a model may still use copies of the old ones."""
+        changed = not _same(self._signs(), self._weights)
+        if changed:
+            self._clear()
+        return changed
+
+    def _clear(self) -> None:
+        """Drop everything, with the lock."""
+        raise NotImplementedError
+
+    def _signs(self) -> Signs:
+        """By which a change of the parameters is noticed: versions and addresses, and, of plain ones, the bytes of a few values."""
+        places, values = list[tuple[int, int]](), dict[torch.device, list[Tensor]]()
+        for p in self._parameters():
+            places.append((0 if p.is_inference() else p._version, p.data_ptr()))
+            if type(p) is nn.Parameter and p.numel():
+                some = p.detach().flatten()[:: max(1, p.numel() // SAMPLES)].contiguous()
+                values.setdefault(p.device, []).append(some.view(torch.uint8))
+        return places, [torch.cat(some) for some in values.values()]
+
+
+def _same(one: Signs | None, other: Signs | None) -> bool:
+    if one is None or other is None or one[0] != other[0] or len(one[1]) != len(other[1]):
+        return False
+    return all(map(torch.equal, one[1], other[1]))
+
+
+def made_by(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
+    """Events of the GPU streams that make tensors now, for which other threads' streams wait."""
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    return [torch.cuda.current_stream(device).record_event() for device in devices]

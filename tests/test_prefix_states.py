@@ -1,0 +1,158 @@
+"""States of earlier prompts, for models whose state cannot be cut: what is read again, equal logits and texts, limits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import tiny
+from tiny_states import HERE, stateful
+
+import specdec as sd
+from specdec.cache import kept_states
+from specdec.models import OwnCache
+from specdec.models.own_cache import ONE_BY_ONE
+
+SYSTEM = [(7 * i + 3) % 90 for i in range(40)]
+GIB = 2**30
+FEW = ["lfm2", "qwen3_next"]
+FAMILIES = [pytest.param(f, marks=[] if f in FEW else pytest.mark.slow) for f in HERE if f not in ONE_BY_ONE]
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(kept_states, "LEAST", 8)
+
+
+def reads(monkeypatch):
+    """How many tokens each reading of a text takes."""
+    counts, read = [], OwnCache._read
+
+    def counted(self, state, tokens, keep):
+        counts.append(len(tokens) - len(state.tokens))
+        return read(self, state, tokens, keep)
+
+    monkeypatch.setattr(OwnCache, "_read", counted)
+    return counts
+
+
+def asked(model, prompts, taps=()):
+    return model.score(model.cache(len(prompts), 80), sd.Context.of(prompts, 80), taps=taps).logits
+
+
+def close(model, plain, prompts):
+    mine, theirs = (asked(m, prompts) for m in (model, plain))
+    return (mine - theirs).abs().max() < 3e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_go_on_from_earlier_ones(family):
+    user = stateful(family)
+    model, plain = (OwnCache(user, prefix_cache=limit) for limit in (GIB, None))
+    for prompts in (
+        [SYSTEM],
+        [[*SYSTEM, 1, 2, 3], [*SYSTEM[:30], 5, 6]],
+        [[*SYSTEM[:30], 7], [4] * 20, SYSTEM],
+    ):
+        assert close(model, plain, prompts)
+    assert model.prefixes.found == 40 + 30 + 30
+
+
+def test_what_is_read(monkeypatch):
+    model = OwnCache(stateful("lfm2"), prefix_cache=GIB)
+    counts = reads(monkeypatch)
+    for prompt, expected in [
+        (SYSTEM, [40]),
+        ([*SYSTEM, 1, 2, 3], [3]),  # the next turn
+        ([*SYSTEM[:30], 5, 6], [30, 2]),  # parts from the others, and leaves a state there
+        ([*SYSTEM[:30], 7, 8, 9], [3]),  # goes on from it
+        ([*SYSTEM[:36], 7], [7]),  # too few tokens to leave a state once more
+        ([4] * 20, [20]),
+        ([*SYSTEM, 1, 2, 3], [3]),  # its own state has read its last token, which is asked for
+    ]:
+        counts.clear()
+        asked(model, [prompt])
+        assert counts == expected, prompt
+    assert model.prefixes.found == 40 + 30 + 30 + 40
+
+
+def test_a_conversation_under_a_draft():
+    """Four turns, each with all that came before, of a hybrid target with a hybrid draft, under a pool, and in a stream."""
+    user, small = stateful("lfm2"), stateful("qwen3_next")
+    texts = []
+    for limit in (GIB, None):
+        model, draft = (OwnCache(m, prefix_cache=limit) for m in (user, small))
+        decoder = sd.decoder(model).draft(sd.drafts.Model(draft), length=3).greedy().build()
+        text = list(SYSTEM)
+        for _ in range(4):
+            text += [*decoder.generate([text], max_new_tokens=12).ids[0], 11, 12]
+        served = decoder.serve([sd.Request([*SYSTEM, n], 9) for n in range(4)], limit=2, seed=3)
+        texts.append((text, [one.ids for one in sorted(served, key=lambda one: one.index)]))
+        if limit:
+            assert model.prefixes.found >= 3 * len(SYSTEM)
+            assert draft.prefixes.found >= 3 * (len(SYSTEM) - 1)
+    assert texts[0] == texts[1]
+
+
+def test_activations_are_read_from_the_beginning():
+    user = stateful("lfm2")
+    model = OwnCache(user, prefix_cache=GIB)
+    asked(model, [SYSTEM])
+    context = sd.Context.of([[*SYSTEM, 1]], 80)
+    fed = model.score(model.cache(1, 80), context, taps=(1,)).fed
+    assert fed.position.tolist() == list(range(41))
+    assert model.prefixes.found == 0
+
+
+def test_the_limit_and_what_is_dropped():
+    model = OwnCache(stateful("lfm2"), prefix_cache=GIB)
+    asked(model, [SYSTEM])
+    one = model.prefixes.bytes
+    assert one > 0
+    model = OwnCache(stateful("lfm2"), prefix_cache=3 * one)
+    for n in range(6):
+        asked(model, [[n] * 40])
+        assert 0 < model.prefixes.bytes <= 3 * one
+    model.prefixes.found = 0
+    asked(model, [[0] * 40 + [1]])
+    assert model.prefixes.found == 0
+    asked(model, [[5] * 40 + [1]])
+    assert model.prefixes.found == 40
+    small = OwnCache(stateful("lfm2"), prefix_cache=one // 2)
+    asked(small, [SYSTEM])
+    assert small.prefixes.bytes == 0
+
+
+def test_changed_weights_are_noticed():
+    user = stateful("lfm2")
+    model = OwnCache(user, prefix_cache=GIB)
+    asked(model, [SYSTEM])
+    with torch.no_grad():
+        user.get_input_embeddings().weight[SYSTEM[3]] += 1
+    assert close(model, OwnCache(user), [[*SYSTEM, 1]])
+    assert model.prefixes.found == 0
+
+
+def test_kept_states_are_never_written_to():
+    """What goes on from a state works on a copy: the same continuation twice, and others in between."""
+    model = OwnCache(stateful("qwen3_next"), prefix_cache=GIB)
+    asked(model, [SYSTEM])
+    first = asked(model, [[*SYSTEM, 1, 2]])
+    asked(model, [[*SYSTEM, 9, 9, 9]])
+    model.prefixes._entries.pop((*SYSTEM, 1, 2))
+    assert torch.equal(asked(model, [[*SYSTEM, 1, 2]]), first)
+
+
+def test_families_that_read_one_by_one_refuse_it():
+    with pytest.raises(ValueError, match=r"prefix_cache is set and mamba reads .*leave it out"):
+        OwnCache(stateful("mamba"), prefix_cache=GIB)
+    with pytest.raises(ValueError, match=r"prefix_cache is 0: give a number of bytes, such as 2\*\*30"):
+        OwnCache(stateful("lfm2"), prefix_cache=0)
+
+
+def test_decoders_take_it_by_name(tmp_path):
+    stateful("lfm2").save_pretrained(tmp_path / "hybrid")
+    tiny("llama").save_pretrained(tmp_path / "llama")
+    for name in ("hybrid", "llama"):
+        decoder = sd.decoder(str(tmp_path / name), prefix_cache=GIB)
+        decoder.save(tmp_path / f"saved {name}")
+        assert sd.load(tmp_path / f"saved {name}").build().target.prefixes.limit == GIB
