@@ -81,7 +81,10 @@ def decoders(s: Settings, target: Any) -> dict[str, sd.Decoder]:
     for spec in s.drafts:
         name, _, given = spec.partition("=")
         given = given or name
-        draft = UNTRAINED[given]() if given in UNTRAINED else as_draft(given, name, target.device, target)
+        try:
+            draft = UNTRAINED[given]() if given in UNTRAINED else as_draft(given, name, target.device, target)
+        except TypeError as error:  # a name of another engine's, for example
+            raise SystemExit(f"--drafts {spec}: {error}") from None
         longest = DraftInfo.of(draft).longest
         for k in sorted({k if longest is None else min(k, longest) for k in s.k}):
             try:

@@ -104,3 +104,8 @@ def test_the_fastest_is_measured_again_on_other_prompts(recipe, tmp_path, capsys
 def test_bad_settings_end_it(changes, message, recipe):
     with pytest.raises(SystemExit, match=message):
         recipe.main(recipe.Settings(**{"drafts": ("ngram",), "context": 16, "new_tokens": 2, **changes}))
+
+
+def test_a_name_of_another_engine_is_refused_in_one_line(recipe, target):
+    with pytest.raises(SystemExit, match="--drafts small=eagle3: small is 'eagle3', a name of vLLM's"):
+        recipe.decoders(recipe.Settings(drafts=("small=eagle3",)), target)
