@@ -99,7 +99,7 @@ def test_what_is_not_run_says_why(page):
 
 def test_the_lists_of_families_are_the_codes():
     page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
-    section = page[page.index("## Supported families") : page.index("## Refused, and why")]
+    section = page[page.index("## Supported families") : page.index("## What HFModel refuses, and why")]
     packed = re.findall(
         r"`([\w-]+)`[,.]", "".join(re.findall(r"^- \*.+?\.$", section, re.MULTILINE | re.DOTALL))
     )
