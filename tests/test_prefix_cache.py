@@ -355,6 +355,19 @@ def test_one_changed_row_of_a_weight_is_noticed():
     assert torch.allclose(asked(model, [SYSTEM]).logits, asked(sd.HFModel(user), [SYSTEM]).logits, atol=1e-9)
 
 
+def test_a_changed_buffer_is_noticed():
+    """The bias by which DeepSeek chooses experts is a buffer."""
+    user = tiny("deepseek_v3", num_hidden_layers=4)
+    model = sd.HFModel(user, prefix_cache=GIB)
+    asked(model, [SYSTEM])
+    for name, buffer in user.named_buffers():
+        if "correction_bias" in name:
+            buffer += torch.randn_like(buffer)
+    mine, theirs = (asked(m, [[*SYSTEM, 1]]).logits for m in (model, sd.HFModel(user)))
+    assert torch.allclose(mine, theirs, atol=1e-5)
+    assert model.prefixes.found == 0
+
+
 def test_several_threads():
     model, plain = (sd.HFModel(tiny("llama"), prefix_cache=limit, graphs=False) for limit in (GIB, None))
     prompts = [[*SYSTEM, *[n] * (n + 1)] for n in range(24)]

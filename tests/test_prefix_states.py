@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tiny import tiny
@@ -9,6 +10,7 @@ from tiny_states import HERE, stateful
 
 import specdec as sd
 from specdec.cache import kept_states
+from specdec.cache.kept_states import _tensors as tensors
 from specdec.models import OwnCache
 from specdec.models.own_cache import ONE_BY_ONE
 
@@ -54,11 +56,11 @@ def test_prompts_go_on_from_earlier_ones(family):
         [[*SYSTEM[:30], 7], [4] * 20, SYSTEM],
     ):
         assert close(model, plain, prompts)
-    assert model.prefixes.found == 40 + 30 + 30
+    assert model.prefixes.found == 40 + 30 + 40
 
 
 def test_what_is_read(monkeypatch):
-    model = OwnCache(stateful("lfm2"), prefix_cache=GIB)
+    model, plain = (OwnCache(stateful("lfm2"), prefix_cache=limit) for limit in (GIB, None))
     counts = reads(monkeypatch)
     for prompt, expected in [
         (SYSTEM, [40]),
@@ -67,12 +69,16 @@ def test_what_is_read(monkeypatch):
         ([*SYSTEM[:30], 7, 8, 9], [3]),  # goes on from it
         ([*SYSTEM[:36], 7], [7]),  # too few tokens to leave a state once more
         ([4] * 20, [20]),
-        ([*SYSTEM, 1, 2, 3], [3]),  # its own state has read its last token, which is asked for
+        ([*SYSTEM, 1, 2, 3], []),  # the logits after it are known
     ]:
         counts.clear()
         asked(model, [prompt])
         assert counts == expected, prompt
-    assert model.prefixes.found == 40 + 30 + 30 + 40
+    assert model.prefixes.found == 40 + 30 + 30 + 43
+    counts.clear()
+    equal = [[6] * 20] * 3
+    assert close(model, plain, equal)
+    assert counts == [20] * 4  # by one row, and by three of the other model
 
 
 def test_a_conversation_under_a_draft():
@@ -101,6 +107,7 @@ def test_activations_are_read_from_the_beginning():
     fed = model.score(model.cache(1, 80), context, taps=(1,)).fed
     assert fed.position.tolist() == list(range(41))
     assert model.prefixes.found == 0
+    assert len(model.prefixes._entries) == 1
 
 
 def test_the_limit_and_what_is_dropped():
@@ -122,6 +129,63 @@ def test_the_limit_and_what_is_dropped():
     assert small.prefixes.bytes == 0
 
 
+def test_what_was_used_last_stays():
+    one = OwnCache(stateful("lfm2"), prefix_cache=GIB)
+    asked(one, [SYSTEM])
+    model = OwnCache(stateful("lfm2"), prefix_cache=3 * one.prefixes.bytes)
+    for prompt in ([1] * 40, [2] * 40, [3] * 40):
+        asked(model, [prompt])
+    asked(model, [[1] * 40])  # used again
+    asked(model, [[4] * 40])  # the twos leave
+    model.prefixes.found = 0
+    for n, found in [(1, 40), (2, 40)]:
+        asked(model, [[n] * 40])
+        assert model.prefixes.found == found
+    small = OwnCache(stateful("lfm2"), prefix_cache=one.prefixes.bytes * 3 // 2)
+    for prompt in ([1] * 40, [5] * 79, [1] * 40):  # the second is too long to stay, and leaves the first
+        asked(small, [prompt])
+    assert small.prefixes.found == 40
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "llama4_text"])
+def test_bytes_are_those_that_are_held(family):
+    """Layers with windows keep views of longer texts."""
+    model = OwnCache(stateful(family), prefix_cache=GIB)
+    asked(model, [SYSTEM, [4] * 30])
+    kept = [entry.state for entry in model.prefixes._entries.values()]
+    held = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for s in kept for t in tensors(s, set())
+    }
+    tokens = sum(len(state.tokens) for state in kept)
+    assert sum(held.values()) <= model.prefixes.bytes - 3 * 8 * tokens
+
+
+def test_weights_that_change_between_a_cache_and_its_prompt():
+    """And change back: what was computed in between is not kept as of the first ones."""
+    user = stateful("lfm2")
+    model = OwnCache(user, prefix_cache=GIB)
+    weight = user.get_input_embeddings().weight
+    first = weight.detach().clone()
+    cache = model.cache(1, 80)
+    weight.data.copy_(first * 2)
+    model.score(cache, sd.Context.of([SYSTEM], 80))
+    weight.data.copy_(first)
+    assert close(model, OwnCache(stateful("lfm2")), [[*SYSTEM, 1, 2]])
+
+
+def test_without_memory_for_a_copy_prompts_are_read(monkeypatch):
+    model, plain = (OwnCache(stateful("lfm2"), prefix_cache=limit) for limit in (GIB, None))
+    asked(model, [SYSTEM])
+    wanted = asked(plain, [[*SYSTEM, 1]])
+
+    def full(self):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(kept_states.State, "copy", full)
+    assert torch.allclose(asked(model, [[*SYSTEM, 1]]), wanted, atol=1e-5)
+    assert model.prefixes.bytes == 0
+
+
 def test_changed_weights_are_noticed():
     user = stateful("lfm2")
     model = OwnCache(user, prefix_cache=GIB)
@@ -138,7 +202,7 @@ def test_kept_states_are_never_written_to():
     asked(model, [SYSTEM])
     first = asked(model, [[*SYSTEM, 1, 2]])
     asked(model, [[*SYSTEM, 9, 9, 9]])
-    model.prefixes._entries.pop((*SYSTEM, 1, 2))
+    model.prefixes._entries.pop(np.array([*SYSTEM, 1, 2]).tobytes())
     assert torch.equal(asked(model, [[*SYSTEM, 1, 2]]), first)
 
 

@@ -172,10 +172,26 @@ def test_museum(tmp_path):
 
 def test_prefix_cache(tmp_path):
     file = tmp_path / "p.json"
-    sizes = "--conversations 2 --turns 2 --system 80 --turn 70 --answer 4 --repeats 1 --spire".split()
+    sizes = [
+        "--conversations",
+        "2",
+        "--turns",
+        "2",
+        "--system",
+        "80",
+        "--turn",
+        "70",
+        "--answer",
+        "4",
+        "--repeats",
+        "1",
+        "--spire",
+    ]
     said = quick("recipes/prefix_cache.py", *sizes, "", "--json", str(file))
     rows = report(file)
-    assert [(r["method"], r["turn"]) for r in rows] == [(m, t) for m in ("plain", "small model") for t in (1, 2)]
+    assert [(r["method"], r["turn"]) for r in rows] == [
+        (m, t) for m in ("plain", "small model") for t in (1, 2)
+    ]
     assert [r["prompt_tokens"] for r in rows] == [150, 224] * 2
     # the first turn finds a block of the system prompt in the second conversation only, the second turn two blocks of the first turn's text
     assert [round(r["found"], 3) for r in rows] == [round(64 / 150 / 2, 3), round(128 / 224, 3)] * 2

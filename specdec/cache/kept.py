@@ -17,19 +17,19 @@ class Kept:
     """What was computed of earlier prompts of one model.
 
     Args:
-        limit: bytes, on the devices of the model's memory. parameters: returns those of the model.
+        limit: bytes, on the devices of the model's memory. weights: returns those of the model: parameters, and buffers that no forward writes.
     Attributes:
         asked: tokens of prompts that were to be read so far. found: how many of them were copied. bytes: of what is kept.
     """
 
-    def __init__(self, limit: int, parameters: Callable[[], Iterable[Tensor]]):
-        self.limit, self._parameters = limit, parameters
+    def __init__(self, limit: int, weights: Callable[[], Iterable[Tensor]]):
+        self.limit, self._of_model = limit, weights
         self.asked = self.found = self.bytes = 0
         self._lock = Lock()
         self._weights: Signs | None = None
 
     def __reduce__(self) -> Any:  # a copy begins empty
-        return type(self), (self.limit, self._parameters)
+        return type(self), (self.limit, self._of_model)
 
     def __repr__(self) -> str:
         share = f", {self.found} of {self.asked} prompt tokens found" if self.asked else ""
@@ -60,11 +60,11 @@ class Kept:
         raise NotImplementedError
 
     def _signs(self) -> Signs:
-        """By which a change of the parameters is noticed: versions and addresses, and, of plain ones, the bytes of a few values."""
+        """By which a change of weights is noticed: versions and addresses, and, of plain parameters, the bytes of a few values."""
         places, values = list[tuple[int, int]](), dict[torch.device, list[Tensor]]()
-        for p in self._parameters():
+        for p in self._of_model():
             places.append((0 if p.is_inference() else p._version, p.data_ptr()))
-            if type(p) is nn.Parameter and p.numel():
+            if type(p) is nn.Parameter and p.numel() and not p.is_meta:
                 some = p.detach().flatten()[:: max(1, p.numel() // SAMPLES)].contiguous()
                 values.setdefault(p.device, []).append(some.view(torch.uint8))
         return places, [torch.cat(some) for some in values.values()]

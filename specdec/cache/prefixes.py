@@ -95,8 +95,8 @@ NOTHING = Lent(None, {})
 class PrefixCache(Kept):
     """Blocks of earlier prompts of one model. Args, Attributes: as of ``Kept``."""
 
-    def __init__(self, limit: int, parameters: Callable[[], Iterable[Tensor]]):
-        super().__init__(limit, parameters)
+    def __init__(self, limit: int, weights: Callable[[], Iterable[Tensor]]):
+        super().__init__(limit, weights)
         self._blocks: OrderedDict[Key, Block] = OrderedDict()  # the one that was used last is the last
         self._numbers = count(1)
 

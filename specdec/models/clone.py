@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,6 +32,11 @@ class Wrapper:
 
     model: PreTrainedModel
     clone: Any
+
+    def weights(self) -> Iterator[torch.Tensor]:
+        """Parameters, and buffers but for rotary frequencies, which a forward may write."""
+        yield from self.clone.parameters()
+        yield from (buffer for name, buffer in self.clone.named_buffers() if "inv_freq" not in name)
 
     @property
     def device(self) -> torch.device:

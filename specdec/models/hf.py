@@ -118,7 +118,7 @@ class HFModel(Wrapper):
         if compile is not False:
             compile_parts(self.clone, {} if compile is True else compile)
         self.unlisted, self._scores_trees, self.prefix_cache = unlisted, self._path.trees, prefix_cache
-        self.prefixes = None if prefix_cache is None else PrefixCache(prefix_cache, self.clone.parameters)
+        self.prefixes: PrefixCache | None = None
         self.supports_trees = self._scores_trees and not invariant  # a tree's sums have another order
         where = self.clone.get_input_embeddings().weight
         self._wrapped_as = (where.dtype, where.device)
@@ -138,6 +138,8 @@ class HFModel(Wrapper):
             self_check(self)
             if (narrow := narrowed(model)) is not None:
                 HFModel(narrow, unlisted=unlisted, attention=attention, page=page, graphs=False)
+        if prefix_cache is not None:
+            self.prefixes = PrefixCache(prefix_cache, self.weights)
 
     @classmethod
     def from_pretrained(

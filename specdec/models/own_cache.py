@@ -88,7 +88,7 @@ class OwnCache(Wrapper):
         if (narrow := narrowed(model)) is not None:
             OwnCache(narrow, prefill_chunk=prefill_chunk, refeed=refeed)
         if prefix_cache is not None:
-            self.prefixes = KeptStates(prefix_cache, self.clone.parameters)
+            self.prefixes = KeptStates(prefix_cache, self.weights)
 
     @classmethod
     def from_pretrained(
@@ -188,13 +188,14 @@ class OwnCache(Wrapper):
                 if first <= len(chain):
                     # A forward that fails leaves no half-read state.
                     states, cache.rows[b] = cache.rows[b], (State(),)
-                    prompt = not states[-1].tokens
-                    if not taps:  # which want the activations of every token
-                        states = self._begun(states, tuple(text[:-1]))
+                    # Taps want the activations of every token.
+                    prompt = self.prefixes is not None and not taps and not states[-1].tokens
+                    if prompt:
+                        states = self._begun(states, tuple(text))
                     # The logits after the last token to be read may be known; its activations are not.
                     begin = self._longest(states, (*text, *chain), len(text) + first - bool(taps))
                     cache.rows[b], made = self._score(states, begin, text, chain, first)
-                    if self.prefixes is not None and prompt:
+                    if self.prefixes is not None and prompt:  # of the text's end
                         for state in cache.rows[b]:
                             if len(state.tokens) == len(text):
                                 self.prefixes.keep(state)
