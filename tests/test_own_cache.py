@@ -407,3 +407,22 @@ def test_bad_input_is_refused_by_name():
         target.score(target.cache(2, 5), context)
     with pytest.raises(ValueError, match="batch is -1"):
         target.cache(-1, 5)
+
+
+def test_equal_prompts_are_read_once(monkeypatch):
+    """By a target, in one call; the rows then go their own ways."""
+    model = OwnCache(stateful("lfm2"))
+    counts, read = [], OwnCache._read
+
+    def counted(self, state, tokens, keep):
+        counts.append(len(tokens) - len(state.tokens))
+        return read(self, state, tokens, keep)
+
+    monkeypatch.setattr(OwnCache, "_read", counted)
+    prompt = list(range(20, 31))
+    prompts = [prompt, [9, 9], prompt, prompt]
+    decoder = sd.decoder(model).draft(sd.drafts.NGram(), length=3).build()
+    together = decoder.generate(prompts, 12, seed=[0, 1, 2, 3]).ids
+    assert counts[:2] == [11, 2]
+    assert counts.count(11) == 1
+    assert together == [decoder.generate([p], 12, seed=[n]).ids[0] for n, p in enumerate(prompts)]

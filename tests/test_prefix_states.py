@@ -78,7 +78,7 @@ def test_what_is_read(monkeypatch):
     counts.clear()
     equal = [[6] * 20] * 3
     assert close(model, plain, equal)
-    assert counts == [20] * 4  # by one row, and by three of the other model
+    assert counts == [20, 20]  # once by each model
 
 
 def test_a_conversation_under_a_draft():

@@ -141,7 +141,7 @@ class OwnCache(Wrapper):
                     self.prefixes.keep(state)
                 read[text] = state
             else:
-                state = state.copy()
+                state = _copy(state)
             cache.rows[b] = (state,)
 
     def score(
@@ -171,6 +171,7 @@ class OwnCache(Wrapper):
         logits = torch.zeros(
             context.batch, max(width, 0), self.vocab_size, dtype=self.dtype, device=self.device
         )
+        read: dict[tuple[int, ...], State] = {}  # prompts of this call
         with tapped(self.clone, caught, self._of_one_row):
             for b in asked:
                 text, chain = context.row(b), nodes[b][: sizes[b]] if nodes else []
@@ -188,17 +189,19 @@ class OwnCache(Wrapper):
                 if first <= len(chain):
                     # A forward that fails leaves no half-read state.
                     states, cache.rows[b] = cache.rows[b], (State(),)
-                    # Taps want the activations of every token.
-                    prompt = self.prefixes is not None and not taps and not states[-1].tokens
+                    prompt = not (
+                        taps or chain or states[-1].tokens
+                    )  # taps want the activations of every token
                     if prompt:
-                        states = self._begun(states, tuple(text))
+                        twin = read.get(tuple(text))
+                        states = self._begun(states, tuple(text)) if twin is None else (_copy(twin),)
                     # The logits after the last token to be read may be known; its activations are not.
                     begin = self._longest(states, (*text, *chain), len(text) + first - bool(taps))
                     cache.rows[b], made = self._score(states, begin, text, chain, first)
-                    if self.prefixes is not None and prompt:  # of the text's end
-                        for state in cache.rows[b]:
-                            if len(state.tokens) == len(text):
-                                self.prefixes.keep(state)
+                    if prompt:
+                        (read[tuple(text)],) = cache.rows[b]
+                        if self.prefixes is not None:
+                            self.prefixes.keep(read[tuple(text)])
                     logits[b, : len(made)] = made
                     at = torch.arange(len(begin.tokens), len(text) + len(chain))
                     fed.append(torch.stack([torch.full_like(at, b), at, (at - len(text)).clamp(min=-1)]))
@@ -280,3 +283,9 @@ class OwnCache(Wrapper):
             made.append(out.logits[0, -kept:])
         logits = torch.cat(made)[-max(keep, 1) :]
         return State(tuple(tokens), memory, logits[-1].clone()), logits[len(logits) - keep :]
+
+
+@torch.inference_mode()
+def _copy(state: State) -> State:
+    """As ``State.copy``, of tensors that are made in inference mode."""
+    return state.copy()
