@@ -1,4 +1,4 @@
-"""What a prefix cache saves in conversations: seconds to the first token, turn by turn, with one and without.
+"""What a prefix cache saves in conversations: seconds of the prefill and of the whole answer, turn by turn, with one and without.
 
     python recipes/prefix_cache.py --json prefix_cache.json
     python recipes/prefix_cache.py --target FOLDER_OR_HUB_ID --draft FOLDER_OR_HUB_ID --mib 4096
@@ -7,7 +7,7 @@ Conversations begin with one system prompt. A turn adds held-out text and the ta
 same ones. Turn by turn, decoders with and without a cache decode the answer in turn: plain decoding, a model as draft (with a cache of its own), and SPIRe, which
 reads the target's activations of all positions. Every repeat begins with empty caches and goes through all conversations one after another.
 
-Rows: `method, turn, prompt_tokens, found` (share of the target's prompt tokens that the cache had), `first_ms, first_cached_ms` (until the first token is there; medians), `first_ratio, low,
+Rows: `method, turn, prompt_tokens, found` (share of the target's prompt tokens that the cache had), `prefill_ms, prefill_cached_ms` (medians; the draft's reading included, which comes after the first token), `prefill_ratio, low,
 high` (without over with: geometric mean of the pairs, and its 95 % bootstrap interval over conversations), `call_ratio` (the same for the whole answer).
 """
 
@@ -91,7 +91,7 @@ def clear(decoder: sd.Decoder) -> None:
 
 
 def timed(decoder: sd.Decoder, prompt: list[int], new: int) -> tuple[float, float]:
-    """Seconds until the first token of an answer is there, and until its last is."""
+    """Seconds of the prefill, and of the whole call."""
     outs: list[sd.Generation] = []
     whole = seconds(lambda: outs.append(decoder.generate([prompt], new, eos_token_id=())))
     return outs[0].stats.seconds["prefill"], whole
@@ -130,9 +130,9 @@ def main(s: Settings) -> None:
                 "turn": turn + 1,
                 "prompt_tokens": len(said[0][turn]),
                 "found": median(found[name, turn]),
-                "first_ms": float(np.median(ms[:, 0, 0])),
-                "first_cached_ms": float(np.median(ms[:, 1, 0])),
-                "first_ratio": float(np.exp(first)),
+                "prefill_ms": float(np.median(ms[:, 0, 0])),
+                "prefill_cached_ms": float(np.median(ms[:, 1, 0])),
+                "prefill_ratio": float(np.exp(first)),
                 "low": float(np.exp(low)),
                 "high": float(np.exp(high)),
                 "call_ratio": float(np.exp(whole)),

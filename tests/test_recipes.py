@@ -195,7 +195,7 @@ def test_prefix_cache(tmp_path):
     assert [r["prompt_tokens"] for r in rows] == [150, 224] * 2
     # the first turn finds a block of the system prompt in the second conversation only, the second turn two blocks of the first turn's text
     assert [round(r["found"], 3) for r in rows] == [round(64 / 150 / 2, 3), round(128 / 224, 3)] * 2
-    assert all(r["low"] <= r["first_ratio"] <= r["high"] for r in rows)
+    assert all(r["low"] <= r["prefill_ratio"] <= r["high"] for r in rows)
     assert "call ratio" in said
 
 
