@@ -211,3 +211,21 @@ def test_grammars_are_sent_as_bits():
             assert there.shape == (5, vocab)
             assert not device.waits
             assert there.cpu().tolist() == unpacked(bits, vocab).tolist()
+
+
+def test_a_few_rows_of_many_run_by_a_captured_step():
+    """One row that still draws, among rows that do not, is fed from the proposal of all rows."""
+    with FakeDevice():
+        model = sd.HFModel(onto(tiny("llama")), graphs="eager")
+        rows, nodes = 40, 40
+        context = sd.Context.of([[1, 2, 3]] * rows, 64)
+        cache = model.cache(rows, 64)
+        model.prefill(cache, context)
+        size = torch.zeros(rows, dtype=torch.long)
+        size[5] = nodes
+        tokens = torch.zeros(rows, nodes, dtype=torch.long).to("meta")
+        proposal = sd.Proposal(tokens, torch.arange(-1, nodes - 1).repeat(rows, 1), size)
+        calls = len(model.steps._storages[0].programs)
+        for _ in range(2):
+            model.score(cache, context, proposal, rows=torch.tensor([5]))
+        assert len(model.steps._storages[0].programs) > calls

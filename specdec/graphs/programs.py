@@ -29,7 +29,7 @@ from specdec.forward.contract import Forward, Runner
 from specdec.forward.pack import PackedBatch
 from specdec.graphs.capture import CAPTURES, capture_for, quiet
 from specdec.graphs.staging import Program
-from specdec.graphs.static import StaticStep, bucket_of, fits, nodes_of
+from specdec.graphs.static import StaticStep, bucket_of, fits, nodes_of, rows_for
 from specdec.kernels.attention import triton_backend
 
 Kept = TypeVar("Kept", bound=Slots)
@@ -299,7 +299,7 @@ class Steps(Programs):
         drafted, source = packed.drafted, list[int]()
         room = 0
         if drafted is not None:
-            N, room = drafted.shape[1], bucket.rows * DRAFTED
+            N, room = drafted.shape[1], rows_for(len(drafted)) * DRAFTED
             if drafted.numel() > room:
                 return None
             source = [

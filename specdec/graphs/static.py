@@ -53,10 +53,19 @@ def bucket_of(counts: Sequence[int], kept: Sequence[int], longest: int, slots: i
     Counts are not rounded, since they repeat from round to round. Rows are rounded up to powers of two, and from 8 on to
     multiples of 8; slots and nodes to powers of two.
     """
-    rows = len(counts)
-    rows = -(-rows // 8) * 8 if rows > 8 else power(rows)
     most = ALL if list(kept) == list(counts) else max(kept)
-    return Bucket(rows, max(counts), most, min(power(longest, SHORTEST), slots), power(nodes) if nodes else 0)
+    return Bucket(
+        rows_for(len(counts)),
+        max(counts),
+        most,
+        min(power(longest, SHORTEST), slots),
+        power(nodes) if nodes else 0,
+    )
+
+
+def rows_for(n: int) -> int:
+    """The rows of a bucket for ``n`` rows."""
+    return -(-n // 8) * 8 if n > 8 else power(n)
 
 
 def power(n: int, least: int = 1) -> int:
