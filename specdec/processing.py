@@ -93,7 +93,7 @@ def processed(
         TypeError: a processor returns no scores.
     """
     out = logits.clone()
-    drafted = None if proposal is None else proposal.tokens.cpu().tolist()
+    drafted = None if proposal is None else proposal.ids
     for b in range(logits.shape[0]):
         ids = context.tokens[b, : int(context.length[b])].to(logits.device)
         dead: set[int] = set()

@@ -205,6 +205,17 @@ class Sampling:
         for tracker in masks.every(self.grammar):
             tracker.check(vocab_size, tokenizer)
 
+    def fetch(self, context: Context, proposal: Proposal) -> None:
+        """Have a proposal's tokens on the host if grammars or processors of these rows will read them: before a device is given a forward, which the host would
+        have to wait for, and beside which it then works."""
+        if proposal.nodes and not proposal.tokens.is_cpu and self.reads_text:
+            each, requests = self._processors, context.request.tolist()
+            processors = (
+                any(each[r].functions for r in requests) if isinstance(each, PerRequest) else self.processors
+            )
+            if processors or masks.any_of(self.grammar, context):
+                _ = proposal.ids
+
     def scores(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int = -1) -> Tensor:
         """``logits [B, R, V]`` after processors, grammar and truncations; row r belongs to node ``first + r`` (-1: no node).
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -161,6 +162,11 @@ class Proposal(_Shown):
     def nodes(self) -> int:
         """``N``, the widest row."""
         return self.tokens.shape[1]
+
+    @cached_property
+    def ids(self) -> list[list[int]]:
+        """``tokens`` on the host; the first time it waits for them."""
+        return self.tokens.cpu().tolist()
 
     def sources(self, device: torch.device | str = "cpu") -> Tensor:
         """``[B, N]`` on ``device``: ``source`` made explicit, with valid indices for nodes that do not exist."""

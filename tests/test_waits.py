@@ -229,3 +229,23 @@ def test_a_few_rows_of_many_run_by_a_captured_step():
         for _ in range(2):
             model.score(cache, context, proposal, rows=torch.tensor([5]))
         assert len(model.steps._storages[0].programs) > calls
+
+
+@pytest.mark.parametrize("which", ["grammar", "processors", None])
+def test_what_was_drafted_is_read_before_the_forward(monkeypatch, which):
+    """By grammars and processors, which then work beside it."""
+    settings = {"grammar": letters(97), "processors": (every_second,)}
+    read, score = [], sd.HFModel.score
+    with FakeDevice():
+        decoder = builder_of("model", False, onto).sampling(
+            temperature=1.0, **({which: settings[which]} if which else {})
+        ).build()  # fmt: skip
+
+        def noted(self, cache, context, proposal=None, *more, **options):
+            if self is decoder.target and proposal is not None:
+                read.append("ids" in vars(proposal))
+            return score(self, cache, context, proposal, *more, **options)
+
+        monkeypatch.setattr(sd.HFModel, "score", noted)
+        decoder.generate([[1, 2, 3, 4], [7, 8]], 10, seed=3)
+    assert set(read) == {which is not None}

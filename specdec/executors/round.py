@@ -158,6 +158,7 @@ class MicroBatch:
         clock = [perf_counter()]
         if proposal.nodes and device is not None and proposal.tokens.device != device:
             proposal = proposal.to(device)
+        sampling.fetch(context, proposal)
         scores = target.score(self.cache, context, proposal if proposal.nodes else None, **self.wanted)
         clock.append(perf_counter())
         if proposal.tokens.device != scores.logits.device:  # drafts without a model work on the host

@@ -69,8 +69,7 @@ def constrained(
     B, R, V = logits.shape
     tokens = parents = size = None
     if proposal is not None:
-        tokens = proposal.tokens.cpu().tolist()
-        parents, size = proposal.parents.tolist(), proposal.size.tolist()
+        tokens, parents, size = proposal.ids, proposal.parents.tolist(), proposal.size.tolist()
     at: list[int] = []
     found: list[np.ndarray] = []
     for b, tracker in rows:
@@ -111,6 +110,11 @@ def constrained(
             defer(nothing[:, 0].clone(), ends)
         nothing[:, 0] &= alone
     return logits.where(nothing[..., None], made)
+
+
+def any_of(grammar: Any, context: Context) -> bool:
+    """Whether a row has a grammar."""
+    return any(True for _ in _of_rows(grammar, context))
 
 
 def check_committed(grammar: Any, context: Context, tokens: Tensor, count: Tensor, verifier: str) -> None:
