@@ -245,11 +245,7 @@ def served(s: Settings) -> Server:
     with short_errors():
         if s.prefix_cache < 0:
             raise ValueError(f"--prefix-cache is {s.prefix_cache}: give MiB, or 0 for none")
-        base = (
-            sd.decoder(s.target, prefix_cache=s.prefix_cache * 2**20)
-            if s.prefix_cache
-            else sd.decoder(s.target)
-        )
+        base = sd.decoder(s.target, prefix_cache=s.prefix_cache * 2**20 or None)
         target: Any = base.build().target
         if target.tokenizer is None:
             raise SystemExit(f"--target {s.target}: it has no tokenizer: save one into its folder")

@@ -7,8 +7,9 @@ Conversations begin with one system prompt. A turn adds held-out text and the ta
 same ones. Turn by turn, decoders with and without a cache decode the answer in turn: plain decoding, a model as draft (with a cache of its own), and SPIRe, which
 reads the target's activations of all positions. Every repeat begins with empty caches and goes through all conversations one after another.
 
-Rows: `method, turn, prompt_tokens, found` (share of the target's prompt tokens that the cache had), `prefill_ms, prefill_cached_ms` (medians; the draft's reading included, which comes after the first token), `prefill_ratio, low,
-high` (without over with: geometric mean of the pairs, and its 95 % bootstrap interval over conversations), `call_ratio` (the same for the whole answer).
+Rows: `method, turn, prompt_tokens, found` (share of the target's prompt tokens that the cache had), `prefill_ms, prefill_cached_ms` (medians, without and
+with a cache; they include the draft's reading), `prefill_ratio, low, high` (without over with: geometric mean of the pairs, and its 95 % bootstrap interval
+over conversations), `call_ratio` (the same for the whole answer).
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ def texts(s: Settings, target: Any) -> list[list[list[int]]]:
     longest = max(s.system, s.turn)
     cut = [list(one.given) for one in pieces(by_turns(shipped()), target.tokenizer, longest, 4)]
     need = 1 + s.conversations * s.turns
+    if s.repeats < 1:
+        raise ValueError(f"--repeats {s.repeats}: give at least 1")
     if len(cut) < need:
         raise ValueError(
             f"--conversations {s.conversations} of --turns {s.turns} need {need} texts of {longest} tokens, and there are {len(cut)}: give fewer"
@@ -121,9 +124,9 @@ def main(s: Settings) -> None:
     progress()
     rows = []
     for (name, turn), pairs in spent.items():
-        ms = 1e3 * np.array(pairs)  # [repeats * conversations, without or with, first or whole]
+        ms = 1e3 * np.array(pairs)  # [repeats * conversations, without or with, prefill or whole]
         gains = np.log(ms[:, 0] / ms[:, 1]).reshape(s.repeats, s.conversations, 2).mean(0)
-        (low, high), first, whole = mean_interval(gains[:, 0]), *gains.mean(0)
+        (low, high), prefill, whole = mean_interval(gains[:, 0]), *gains.mean(0)
         rows.append(
             {
                 "method": name,
@@ -132,7 +135,7 @@ def main(s: Settings) -> None:
                 "found": median(found[name, turn]),
                 "prefill_ms": float(np.median(ms[:, 0, 0])),
                 "prefill_cached_ms": float(np.median(ms[:, 1, 0])),
-                "prefill_ratio": float(np.exp(first)),
+                "prefill_ratio": float(np.exp(prefill)),
                 "low": float(np.exp(low)),
                 "high": float(np.exp(high)),
                 "call_ratio": float(np.exp(whole)),

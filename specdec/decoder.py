@@ -196,8 +196,8 @@ class Decoder(Composition):
         """Decode a stream of requests; yields each as soon as it is finished.
 
         A request's output does not depend on the other requests in flight: it equals that of ``generate`` for this request alone with the
-        same seed (under ``Rejection`` with a selector that learns, only its distribution does not depend on them; the tokens may. Under
-        ``FusedRejection`` with ``own_sampling``, its distribution is that of ``generate``; the tokens may differ).
+        same seed. In two cases only the distribution is the same, and the tokens may differ: under ``Rejection`` with a selector that learns, and under
+        ``FusedRejection`` with ``own_sampling``.
 
         Args:
             requests: in the order of their arrival, taken one at a time, so that a generator may be endless. A generator yields ``None`` for "nothing

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from specdec.kernels.device import to_device
 from specdec.per_request import PerRequest, keeps, note
 from specdec.purity import check_scores, probe_at
 from specdec.types import Context, Proposal
@@ -49,29 +48,36 @@ class Processors:
 
 
 def of_requests(
-    table: PerRequest[Processors], logits: Tensor, context: Context, proposal: Proposal | None, first: int
+    table: PerRequest[Processors],
+    logits: Tensor,
+    context: Context,
+    proposal: Proposal | None,
+    first: int,
+    drafting: bool = False,
 ) -> Tensor:
-    """As ``processed``, where each request has processors of its own, which fail alone where ``table`` keeps failures."""
+    """As ``processed``, where each request has processors of its own, which fail alone where ``table`` keeps failures; not where they are ``drafting``: the
+    target's scores decide whether they fail."""
     made = logits
     for b, request in enumerate(context.request.tolist()):
         processors: Processors = table[request]
         if not processors.functions:
             continue
-        row = torch.tensor([b])
-        at, tree, one = to_device(row, logits.device), None, context.select(row)
+        row, tree = torch.tensor([b]), None
+        one = context.select(row)
         if proposal is not None:
-            tree = Proposal(proposal.tokens[at], proposal.parents[row], proposal.size[row])
+            tree = Proposal(proposal.tokens[b : b + 1], proposal.parents[row], proposal.size[row])
 
         def fail(ids: list[int], error: Exception, request: int = request) -> None:
-            note(table, request, ids, len(ids), error)
+            if not (drafting and keeps(table)):
+                note(table, request, ids, len(ids), error)
 
         try:
-            scores = processors(logits[at], one, tree, first, fail if keeps(table) else None)
+            scores = processors(logits[b : b + 1], one, tree, first, fail if keeps(table) else None)
         except Exception as error:  # it keeps state, for example
             fail(one.row(0), error)
             continue
         made = logits.clone() if made is logits else made
-        made.index_copy_(0, at, scores)
+        made[b] = scores[0]
     return made
 
 
@@ -93,14 +99,14 @@ def processed(
         TypeError: a processor returns no scores.
     """
     out = logits.clone()
-    drafted = None if proposal is None else proposal.ids
+    drafted = [] if proposal is None else proposal.ids
     for b in range(logits.shape[0]):
         ids = context.tokens[b, : int(context.length[b])].to(logits.device)
         dead: set[int] = set()
         for r in range(logits.shape[1]):
             node = first + r
             if node >= 0:
-                if proposal is None or drafted is None or node >= int(proposal.size[b]):
+                if proposal is None or node >= int(proposal.size[b]):
                     continue
                 parent = int(proposal.parents[b, node])
                 above = (

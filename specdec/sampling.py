@@ -206,15 +206,10 @@ class Sampling:
             tracker.check(vocab_size, tokenizer)
 
     def fetch(self, context: Context, proposal: Proposal) -> None:
-        """Have a proposal's tokens on the host if grammars or processors of these rows will read them: before a device is given a forward, which the host would
-        have to wait for, and beside which it then works."""
-        if proposal.nodes and not proposal.tokens.is_cpu and self.reads_text:
-            each, requests = self._processors, context.request.tolist()
-            processors = (
-                any(each[r].functions for r in requests) if isinstance(each, PerRequest) else self.processors
-            )
-            if processors or masks.any_of(self.grammar, context):
-                _ = proposal.ids
+        """Copy a proposal's tokens to the host before the target's forward is launched, if a row's grammar will read them. The host then follows grammars
+        while the device works."""
+        if self.grammar is not None and not proposal.tokens.is_cpu and masks.any_of(self.grammar, context):
+            _ = proposal.ids
 
     def scores(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int = -1) -> Tensor:
         """``logits [B, R, V]`` after processors, grammar and truncations; row r belongs to node ``first + r`` (-1: no node).
@@ -239,8 +234,7 @@ class Sampling:
         """``scores [K, V]`` of rows ``row() [K]`` after the temperature, where all rows share one, and the truncations."""
         if not isinstance(self.temperature, Sequence) and self.temperature != 1:
             # A GPU multiplies by the reciprocal of a number, and divides by a tensor, as kernels and rows of several temperatures do.
-            wide = scores.dtype if scores.dtype == torch.float64 else torch.float32
-            scores = scores / torch.full((), self.temperature, dtype=wide, device=scores.device)
+            scores = scores / scores.new_full((), float(self.temperature))
         return self._truncation(scores, context, row)
 
     def argmax(
@@ -341,12 +335,14 @@ class Sampling:
         """``logits`` after the processors and the grammar."""
         if self._by_number:
             self.check_requests(int(context.request.max()) if context.batch else 0)
+        drafting = bool(_WHOSE.get())
         if isinstance(self.processors, PerRequest):
-            logits = of_requests(self._processors, logits, context, proposal, first)
+            logits = of_requests(self._processors, logits, context, proposal, first, drafting)
         elif self.processors:
             logits = self._processors(logits, context, proposal, first)
         if self.grammar is not None:
-            logits = masks.constrained(self.grammar, logits, context, proposal, first, bool(self.processors))
+            processed = bool(self.processors)
+            logits = masks.constrained(self.grammar, logits, context, proposal, first, processed, drafting)
         return logits
 
 

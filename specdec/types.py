@@ -9,7 +9,7 @@ tokens, probabilities and logits are on the model's device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Literal
 
@@ -30,7 +30,15 @@ class _Shown:
         def show(value: object) -> str:
             return str(list(value.shape)) if isinstance(value, Tensor) else repr(value)
 
-        return f"{type(self).__name__}({', '.join(f'{k}={show(v)}' for k, v in vars(self).items())})"
+        shown = ((one.name, vars(self)[one.name]) for one in fields(self))  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{k}={show(v)}' for k, v in shown)})"
+
+
+def common(one: np.ndarray, other: np.ndarray) -> int:
+    """How many tokens two texts have in common at their beginnings."""
+    n = min(len(one), len(other))
+    differ = one[:n] != other[:n]
+    return int(differ.argmax()) if differ.any() else n
 
 
 @dataclass(frozen=True, eq=False, repr=False)

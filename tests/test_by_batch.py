@@ -30,9 +30,9 @@ def test_the_arm_changes_where_the_table_says():
     [
         ([0, 1], TypeError, "table is .* mapping of rows"),
         ({2: 0}, ValueError, "an arm for 1 row on"),
-        ({0: 0, 1: 0}, ValueError, "table is 0: count rows from 1"),
-        ({1: "plain"}, TypeError, "table is 'plain': give a whole number, of an arm"),
-        ({1.5: 0}, TypeError, r"table is 1\.5: give a whole number, of rows"),
+        ({0: 0, 1: 0}, ValueError, "a key of table is 0: count rows from 1"),
+        ({1: "plain"}, TypeError, "a value of table is 'plain': give a whole number: arms are"),
+        ({1.5: 0}, TypeError, r"a key of table is 1\.5: give a whole number, of rows"),
     ],
 )
 def test_wrong_tables_are_refused(table, error, message):

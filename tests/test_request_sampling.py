@@ -354,3 +354,24 @@ def test_a_tree_with_greedy_rows_tries_processors_once(monkeypatch, temperature)
     seen = []
     decoder.generate([[5, 6, 7], [3, 4]], 24, seed=0, on_round=lambda _: seen.append(len(tried)))
     assert 0 < seen[2] == seen[-1]
+
+
+def best_two(ids, scores):
+    """A processor whose choice depends on the scores."""
+    return scores.masked_fill(scores < scores.topk(2).values[..., -1:], -torch.inf)
+
+
+@pytest.mark.parametrize("draft", ["chain", "tree", "greedy tree"])
+@pytest.mark.parametrize("errors", ["raise", "yield"])
+def test_a_draft_whose_tokens_are_all_refused_ends_nothing(draft, errors):
+    """What processors leave of a draft's scores may miss the grammar; the target's scores decide."""
+    target, small = sd.TableModel([0.4, 0.3, 0.2, 0.1]), sd.TableModel([0.1, 0.2, 0.3, 0.4])
+    one = sd.drafts.Model(small) if draft == "chain" else sd.drafts.Tree(small, (2, 1))
+    decoder = sd.decoder(target).draft(one, length=2).build()
+    sampling = sd.Sampling(
+        0.0 if draft == "greedy tree" else 1.0, processors=(best_two,), grammar=Table(((0, 0, -1, -1),))
+    )
+    requests = [sd.Request([n], 6, sampling=sampling) for n in range(2)]
+    done = list(decoder.serve(requests, seed=0, errors=errors, own_sampling=True))
+    assert [(one.error, len(one.ids)) for one in done] == [(None, 6)] * 2
+    assert {token for one in done for token in one.ids} <= {0, 1}

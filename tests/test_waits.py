@@ -204,7 +204,7 @@ def test_requests_with_samplings_of_their_own_run_on_a_device(draft, kind):
 def test_grammars_are_sent_as_bits():
     from specdec.grammars.tracker import on_device, unpacked
 
-    for vocab, width in [(90, 12), (90, 7), (64, 8), (13, 2), (7, 3)]:
+    for vocab, width in [(90, 12), (64, 8), (13, 2), (7, 3)]:
         bits = torch.randint(0, 256, (5, width), dtype=torch.uint8).numpy()
         with FakeDevice() as device:
             there = on_device(bits, vocab, torch.device("meta"))
@@ -231,10 +231,10 @@ def test_a_few_rows_of_many_run_by_a_captured_step():
         assert len(model.steps._storages[0].programs) > calls
 
 
-@pytest.mark.parametrize("which", ["grammar", "processors", None])
+@pytest.mark.parametrize("which", ["grammar", None])
 def test_what_was_drafted_is_read_before_the_forward(monkeypatch, which):
-    """By grammars and processors, which then work beside it."""
-    settings = {"grammar": letters(97), "processors": (every_second,)}
+    """By grammars, which then work beside it."""
+    settings = {"grammar": letters(97)}
     read, score = [], sd.HFModel.score
     with FakeDevice():
         decoder = builder_of("model", False, onto).sampling(

@@ -135,6 +135,11 @@ def streamed(
     return [one.ids for one in made], sum((one.stats for one in made[1:]), start=made[0].stats)
 
 
+def found(*models: sd.HFModel) -> list[int]:
+    """How many tokens of prompts each model's prefix cache has had."""
+    return [0 if model.prefixes is None else model.prefixes.found for model in models]
+
+
 def no_tenth(ids: Tensor, scores: Tensor) -> Tensor:
     """A processor: no token whose number ends with 3."""
     tenth = torch.arange(scores.shape[-1], device=scores.device) % 10 == 3
@@ -224,17 +229,19 @@ def texts(stage: Stage) -> None:
             if stage.late(case) or (ahead and not how):
                 continue
             with stage.case(case, "texts"):
-                one = pages if ", pages" in name else keeping if ", prompts kept" in name else target
-                sampling = limited if (other_texts := ", a grammar" in name) else plain
+                limits, keeps = ", a grammar" in name, ", prompts kept" in name
+                sampling = limited if limits else plain
+                one = pages if ", pages" in name else keeping if keeps else target
                 base = sd.decoder(one).sampling(sampling).executor(Ahead() if ahead else Serial())
                 decoder = (base if draft is None else base.draft(draft)).build()
+                before = found(keeping, small_keeping)
                 for _ in range(2):
                     if ", a stream" in name:
                         ids, stats = streamed(decoder, prompts, new, sampling)
                     else:
                         ids, stats = decoded(decoder, prompts, new)
-                first = firsts.setdefault(other_texts, ids)
-                kept = ", prompts kept" not in name or bool(keeping.prefixes and keeping.prefixes.found)
+                first = firsts.setdefault(limits, ids)
+                kept = not keeps or found(keeping, small_keeping)[0] > before[0]
                 differ = sum(a != b for one, other in zip(ids, first) for a, b in zip(one, other))
                 other = accepted.setdefault(name.removesuffix(", whole rounds"), stats.accepted)
                 wrong = (
@@ -245,7 +252,7 @@ def texts(stage: Stage) -> None:
                     f"; {stats.accepted} were accepted, and {other} in the first row of this draft"
                     if how
                     else ""
-                )
+                ) + ("" if kept else "; no prompt was found")
                 stage.row(
                     case,
                     differ=differ,

@@ -46,7 +46,7 @@ class Kept:
             now = self._signs()
             if not _same(now, self._weights):
                 self._clear()
-            self._weights = now
+                self._weights = now
 
     def _changed(self) -> bool:
         """Whether weights have changed since they were looked at; then everything is dropped, as a model may still use copies of the old ones."""
@@ -80,3 +80,12 @@ def made_by(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
     """Events of the GPU streams that make tensors now, for which other threads' streams wait."""
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     return [torch.cuda.current_stream(device).record_event() for device in devices]
+
+
+def use(tensors: Iterable[Tensor], ready: Iterable[torch.cuda.Event]) -> None:
+    """Called before tensors are read that another thread's stream may make, and that may be dropped before they are read."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    for event in ready:
+        torch.cuda.current_stream(event.device).wait_event(event)

@@ -11,14 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.cache.kept import Kept, made_by
+from specdec.cache.kept import Kept, made_by, use
 from specdec.cache.states import State
 from specdec.configs import setting
+from specdec.types import common
 
 LEAST = 64  # tokens that a state must save beyond another one
 
 
 class _Entry(NamedTuple):
+    """A state, its tokens, the bytes of both, and events of the streams that make it, on GPUs."""
+
     state: State
     tokens: np.ndarray
     bytes: int
@@ -45,62 +48,56 @@ class KeptStates(Kept):
         self.bytes = 0
 
     def find(self, text: tuple[int, ...]) -> tuple[State, int]:
-        """A copy of the longest state that has read a beginning of ``text``, or all of it (an empty one if there is none), and up to where the text should be
-        read next to leave a state: to a place where it parts from a kept one, or to its end."""
-        words, part, best, nothing = np.array(text, dtype=np.int64), 0, None, (State(), len(text))
+        """A copy of the longest kept state that ``text`` begins with (an empty one if there is none), and the length at which the next state is to be kept: where
+        ``text`` parts from a kept text, or its end."""
+        words, part, best = np.array(text, dtype=np.int64), 0, None
         with self._lock:
             if self._changed():
-                return nothing
-            for key, entry in self._entries.items():
-                n = min(len(words), len(entry.tokens))
-                differ = words[:n] != entry.tokens[:n]
-                same = int(differ.argmax()) if differ.any() else n
+                return State(), len(text)
+            for entry in self._entries.values():
+                same = common(words, entry.tokens)
                 part = max(part, same)
-                if same == len(entry.tokens) and (best is None or same > len(self._entries[best].tokens)):
-                    best = key
+                if same == len(entry.tokens) and (best is None or same > len(best.tokens)):
+                    best = entry
+            if best is not None:
+                self._entries.move_to_end(best.tokens.tobytes())
+        own = State()
+        if best is not None:
+            use(_tensors((best.state.memory, best.state.logits), set()), best.ready)
+            try:
+                own = best.state.copy()
+            except (MemoryError, torch.OutOfMemoryError):
+                self.clear()
+        held = len(own.tokens)
+        with self._lock:
             self.asked += len(text)
-            if best is None:
-                return State(), part if part >= LEAST else len(text)
-            self._entries.move_to_end(best)
-            entry = self._entries[best]
-        held = len(entry.tokens)
-        for tensor in _tensors(entry.state, set()):
-            if (
-                tensor.is_cuda
-            ):  # which another thread's stream may have made, and which may be dropped before it is read
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        for event in entry.ready:
-            event.wait()
-        try:
-            with torch.inference_mode():  # as states are made
-                own = entry.state.copy()
-        except (MemoryError, torch.OutOfMemoryError):
-            self.clear()
-            return nothing
-        self.found += held
+            self.found += held
         return own, part if part >= held + LEAST else len(text)
 
     def keep(self, state: State) -> None:
         """Keep a copy of a state, unless weights have changed since its cache was made, or there is no room for it."""
         words = np.array(state.tokens, dtype=np.int64)
         key = words.tobytes()
-        need = sum(tensor.nbytes for tensor in _tensors(state, set())) + 3 * words.nbytes
         with self._lock:
-            if not key or need > self.limit or self._changed():
+            if not key or self._changed():
                 return
             if key in self._entries:
                 self._entries.move_to_end(key)
                 return
+            weights = self._weights
+        tensors = _tensors((state.memory, state.logits), set())
+        need = sum(tensor.nbytes for tensor in tensors) + 3 * words.nbytes
+        if need > self.limit:
+            return
         try:
-            with torch.inference_mode():
-                own = _compact(state.copy())
+            own = _compact(state.copy())
         except (MemoryError, torch.OutOfMemoryError):
             self.clear()
             return
-        entry = _Entry(own, words, need, made_by(_tensors(own, set())))
+        ready = made_by(_tensors((own.memory, own.logits), set()))
         with self._lock:
-            if key not in self._entries:
-                self._entries[key] = entry
+            if self._weights is weights and key not in self._entries:
+                self._entries[key] = _Entry(own, words, need, ready)
                 self.bytes += need
             while self.bytes > self.limit:
                 self.bytes -= self._entries.popitem(last=False)[1].bytes

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from specdec.cache.contiguous import SlotCache
-from specdec.cache.kept import Kept, made_by
+from specdec.cache.kept import Kept, made_by, use
 from specdec.cache.paged import PagedCache
 from specdec.cache.token_index import Row
 from specdec.kernels.device import to_device
-from specdec.types import Context, Fed
+from specdec.types import Context, Fed, common
 
 SIZE = 64  # tokens of a block
 
@@ -50,14 +50,6 @@ class Block(NamedTuple):
     @property
     def bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
-
-    def use(self) -> None:
-        """Called before it is read: another thread's stream may make it, or have made it."""
-        for tensor in self.tensors:
-            if tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        for event in self.ready:
-            event.wait()
 
 
 class Lent(NamedTuple):
@@ -112,9 +104,7 @@ class PrefixCache(Kept):
             if self._changed():
                 return NOTHING
             for b in rows:
-                has = np.array(cache.row(b), dtype=np.int64)[: length[b]]
-                differ = has != words[b, : len(has)]
-                same = int(differ.argmax()) if differ.any() else len(has)
+                same = common(np.array(cache.row(b), dtype=np.int64), words[b, : length[b]])
                 lent[b], held[b] = self._find(words[b, : length[b] - 1], taps), same // SIZE
                 self.asked += length[b] - same
                 self.found += max(SIZE * len(lent[b]) - same, 0)
@@ -125,7 +115,7 @@ class PrefixCache(Kept):
         with torch.inference_mode(False), torch.no_grad():
             for b in some:
                 for i, block in enumerate(lent[b][held[b] :], held[b]):
-                    block.use()
+                    use(block.tensors, block.ready)
                     at = 0
                     for part in cache.parts(b, SIZE * i, SIZE * (i + 1)):
                         for into, entries in zip(part, block.entries):

@@ -37,6 +37,7 @@ class State:
     memory: Any = None
     logits: Tensor | None = None
 
+    @torch.inference_mode()  # as states are made
     def copy(self) -> State:
         """The same state with a memory of its own. Tensors that no forward writes into are shared."""
         layers = setting(self.memory, "layers") or ()

@@ -117,7 +117,8 @@ class Tree:
             logits = fitted(logits, self.vocab_size, sampling)
             width, first = self.widths[d], int(level[0])
             if some:
-                top = topk(largest.scores(logits, context, sofar, first=first), width).indices
+                with logits_of("a draft's "):
+                    top = topk(largest.scores(logits, context, sofar, first=first), width).indices
             if points:
                 children = top.reshape(B, -1)
             else:

@@ -54,10 +54,11 @@ def constrained(
     proposal: Proposal | None,
     first: int = -1,
     processed: bool = False,
+    drafting: bool = False,
 ) -> Tensor:
     """``logits [B, R, V]`` without the tokens that the rows' grammars forbid; row r belongs to node ``first + r`` (-1: no node).
 
-    ``processed``: whether processors may have taken tokens already.
+    ``processed``: whether processors may have taken tokens already. ``drafting``: whether the logits are a draft's, which say nothing of the target's.
 
     What follows a token that is not allowed, an end token, or a text that the grammar cannot continue keeps its logits: no lossless verifier
     accepts the first, a row ends at the second, and ``check_committed`` refuses the third. A node keeps its logits, too, if processors have taken all that
@@ -83,7 +84,7 @@ def constrained(
             found.append(forbidden)
     if not found:
         return logits
-    width = max(map(len, found))
+    width = max(-(-V // 8), *map(len, found))
     packed = np.full((len(found), width), 255, dtype=np.uint8)
     for row, forbidden in zip(packed, found):
         row[: len(forbidden)] = forbidden
@@ -95,20 +96,20 @@ def constrained(
     if not processed:
         return made
     nothing = made.amax(-1) == -torch.inf  # processors took what the grammar allows
-    if first < 0:  # the text itself: its row has no distribution
-        alone = keeps(grammar)
-        if alone:
+    if first < 0 and not drafting:  # the text itself: its row has no distribution
+        if keeps(grammar):
 
-            def ends(nothing: Tensor) -> None:
-                for b in nothing.nonzero()[:, 0].tolist():
+            def ends(empty: Tensor) -> None:
+                for b in empty.nonzero()[:, 0].tolist():
                     text, error = (
                         context.row(b),
                         ValueError("processors allow no token that the grammar allows"),
                     )
                     note(grammar, int(context.request[b]), text, len(text), error)
 
-            defer(nothing[:, 0].clone(), ends)
-        nothing[:, 0] &= alone
+            defer(nothing[:, 0], ends)
+        else:
+            nothing[:, 0] = False
     return logits.where(nothing[..., None], made)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from specdec.arguments import whole
 from specdec.grammars.contract import ChecksTarget, Forces, Grammar
 from specdec.kernels.device import to_device
+from specdec.types import common
 
 KEPT = 16
 """States of a text's last tokens that are kept: one that is taken back by as many is not read again."""
@@ -229,22 +230,22 @@ class Tracker:
         """The node after a text; reads only tokens that no earlier text of the request had there."""
         trails = self._trails.setdefault(request, [])
         self._trails.move_to_end(request)
-        best, common = None, -1
+        best, held = None, -1
         for trail in trails:
-            same = _common(text, trail.text)
-            if same > common and len(trail.text) - same < len(trail.nodes):
-                best, common = trail, same
+            same = common(text, trail.text)
+            if same > held and len(trail.text) - same < len(trail.nodes):
+                best, held = trail, same
         if best is None:
-            best, common = _Trail(text[:0], [self._root()]), 0
-        elif common < len(best.text):  # taken back, or another run: the other text may go on, too
-            best = _Trail(text[:common], best.nodes[: len(best.nodes) - len(best.text) + common])
+            best, held = _Trail(text[:0], [self._root()]), 0
+        elif held < len(best.text):  # taken back, or another run: the other text may go on, too
+            best = _Trail(text[:held], best.nodes[: len(best.nodes) - len(best.text) + held])
         if best in trails:
             trails.remove(best)
         trails.append(best)
         del trails[:-TRAILS]
-        if common < len(text):
+        if held < len(text):
             nodes = list(best.nodes)
-            for token in text[common:].tolist():
+            for token in text[held:].tolist():
                 up = nodes[-1]
                 nodes.append(self._child(up, token))
                 if up is not ENDED and up is not OUTSIDE:
@@ -343,12 +344,10 @@ def unpacked(forbidden: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def on_device(forbidden: np.ndarray, vocab_size: int, device: torch.device) -> Tensor:
-    """``unpacked`` on a device, to which the bits go, an eighth of the bytes."""
+    """``unpacked``, of bits for all tokens, on a device, to which the bits go, an eighth of the bytes."""
     if device.type == "cpu":
         return torch.from_numpy(unpacked(forbidden, vocab_size))
-    short = -(-vocab_size // 8) - forbidden.shape[1]
-    bits = np.pad(forbidden, ((0, 0), (0, max(short, 0))), constant_values=255)
-    packed = to_device(torch.from_numpy(bits), device)[..., None]
+    packed = to_device(torch.from_numpy(forbidden), device)[..., None]
     of_byte = torch.arange(8, dtype=torch.uint8, device=device)
     return (packed >> of_byte & 1).flatten(1)[:, :vocab_size].bool()
 
@@ -365,10 +364,3 @@ def _path(tree: Tree, n: int) -> list[int]:
         path.append(tree[0][n])
         n = tree[1][n]
     return path[::-1]
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens two texts have in common at their beginnings."""
-    n = min(len(a), len(b))
-    differ = a[:n] != b[:n]
-    return int(differ.argmax()) if differ.any() else n

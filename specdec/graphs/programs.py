@@ -299,7 +299,7 @@ class Steps(Programs):
         drafted, source = packed.drafted, list[int]()
         room = 0
         if drafted is not None:
-            N, room = drafted.shape[1], rows_for(len(drafted)) * DRAFTED
+            N, room = drafted.shape[1], rows_for(len(drafted)) * DRAFTED  # of rows that are not fed, too
             if drafted.numel() > room:
                 return None
             source = [

@@ -50,8 +50,7 @@ class Bucket(NamedTuple):
 def bucket_of(counts: Sequence[int], kept: Sequence[int], longest: int, slots: int, nodes: int = 0) -> Bucket:
     """The bucket for rows of ``counts [R]`` new tokens, of which the last ``kept [R]`` are wanted, in rows of ``slots`` slots.
 
-    Counts are not rounded, since they repeat from round to round. Rows are rounded up to powers of two, and from 8 on to
-    multiples of 8; slots and nodes to powers of two.
+    Counts are not rounded, since they repeat from round to round. Rows are rounded up by ``rows_for``, slots and nodes to powers of two.
     """
     most = ALL if list(kept) == list(counts) else max(kept)
     return Bucket(
@@ -64,7 +63,7 @@ def bucket_of(counts: Sequence[int], kept: Sequence[int], longest: int, slots: i
 
 
 def rows_for(n: int) -> int:
-    """The rows of a bucket for ``n`` rows."""
+    """Rows of a step for ``n`` rows: a power of two, above 8 a multiple of 8."""
     return -(-n // 8) * 8 if n > 8 else power(n)
 
 

@@ -96,8 +96,7 @@ def check_arguments(
         raise ValueError(
             f"kv_dtype is {kv_dtype!r}: give {' or '.join(map(str, DTYPES))}, or None for the model's own dtype"
         )
-    if prefix_cache is not None:
-        check_prefix_cache(prefix_cache)
+    check_prefix_cache(prefix_cache)
     if prefill_chunk < 1:
         raise ValueError(f"prefill_chunk is {prefill_chunk}: it must be at least 1")
     if page is not None and page < 1:
@@ -141,7 +140,9 @@ def self_check(wrapped: Any, tokens: int = 24) -> float:
 
 
 def check_prefix_cache(limit: Any) -> None:
-    """Raise TypeError or ValueError for what is no limit of a prefix cache."""
+    """Raise TypeError or ValueError for what is no limit of a prefix cache, nor ``None``."""
+    if limit is None:
+        return
     hint = "give a number of bytes, such as 2**30, or None to keep no prompts"
     at_least(1, "prefix_cache", limit, hint, hint.removeprefix("give a number"))
 

@@ -44,7 +44,8 @@ class OwnCache(Wrapper):
             call reads its prompts. ``prefixes`` says what was found.
     Raises:
         UnsupportedModel: the family is no causal LM of text, or a forward in pieces gives other logits than one without a cache.
-        TypeError, ValueError: the model is no transformers model, or a number is out of range.
+        TypeError, ValueError: the model is no transformers model, a number is out of range, or there is a ``prefix_cache`` for a family that reads one token
+            at a time.
     """
 
     supports_trees = False
@@ -75,12 +76,11 @@ class OwnCache(Wrapper):
         self._memory = cache_name(self.clone)
         self._keeps, self._places = "logits_to_keep" in takes, "position_ids" in takes
         self.one_by_one = model.config.model_type in ONE_BY_ONE
-        if prefix_cache is not None:
-            check_prefix_cache(prefix_cache)
-            if self.one_by_one:
-                raise ValueError(
-                    f"prefix_cache is set and {model.config.model_type} reads what follows a state one token at a time, slower than from the beginning: leave it out"
-                )
+        check_prefix_cache(prefix_cache)
+        if prefix_cache is not None and self.one_by_one:
+            raise ValueError(
+                f"prefix_cache is set and {model.config.model_type} reads what follows a state one token at a time, slower than from the beginning: leave it out"
+            )
         self.prefix_cache, self.prefixes = prefix_cache, None
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.max_positions = positions_of(model.config)
@@ -141,7 +141,7 @@ class OwnCache(Wrapper):
                     self.prefixes.keep(state)
                 read[text] = state
             else:
-                state = _copy(state)
+                state = state.copy()
             cache.rows[b] = (state,)
 
     def score(
@@ -164,7 +164,7 @@ class OwnCache(Wrapper):
         """
         asked = self._rows(cache, context, rows)
         caught, fed = listening(self.clone, taps) if taps else {}, [torch.zeros(3, 0, dtype=torch.long)]
-        nodes = [] if proposal is None else proposal.tokens.tolist()
+        nodes = [] if proposal is None else proposal.ids
         sizes = [0] * context.batch if proposal is None else proposal.size.tolist()
         first = 0 if start is None else start + 1
         width = max(len(nodes[0]) if nodes else 0, 0) + 1 - first
@@ -189,19 +189,19 @@ class OwnCache(Wrapper):
                 if first <= len(chain):
                     # A forward that fails leaves no half-read state.
                     states, cache.rows[b] = cache.rows[b], (State(),)
-                    prompt = not (
-                        taps or chain or states[-1].tokens
-                    )  # taps want the activations of every token
+                    whole, twin = tuple(text), None
+                    # Taps want the activations of every token.
+                    prompt = not (taps or chain or states[-1].tokens)
                     if prompt:
-                        twin = read.get(tuple(text))
-                        states = self._begun(states, tuple(text)) if twin is None else (_copy(twin),)
+                        twin = read.get(whole)
+                        states = self._begun(states, whole) if twin is None else (twin.copy(),)
                     # The logits after the last token to be read may be known; its activations are not.
                     begin = self._longest(states, (*text, *chain), len(text) + first - bool(taps))
                     cache.rows[b], made = self._score(states, begin, text, chain, first)
                     if prompt:
-                        (read[tuple(text)],) = cache.rows[b]
-                        if self.prefixes is not None:
-                            self.prefixes.keep(read[tuple(text)])
+                        (read[whole],) = cache.rows[b]
+                        if self.prefixes is not None and twin is None:
+                            self.prefixes.keep(read[whole])
                     logits[b, : len(made)] = made
                     at = torch.arange(len(begin.tokens), len(text) + len(chain))
                     fed.append(torch.stack([torch.full_like(at, b), at, (at - len(text)).clamp(min=-1)]))
@@ -213,7 +213,8 @@ class OwnCache(Wrapper):
 
     @torch.inference_mode()
     def _begun(self, states: tuple[State, ...], text: tuple[int, ...]) -> tuple[State, ...]:
-        """The states of a row that is about to read ``text``: of one that has read nothing, what earlier prompts have left."""
+        """The states from which a row reads ``text``. An empty row gets a copy of what earlier prompts left. If the text parts from a kept one further on, it is read to
+        there, and that state is kept."""
         if self.prefixes is None or states[-1].tokens:
             return states
         state, end = self.prefixes.find(text)
@@ -283,9 +284,3 @@ class OwnCache(Wrapper):
             made.append(out.logits[0, -kept:])
         logits = torch.cat(made)[-max(keep, 1) :]
         return State(tuple(tokens), memory, logits[-1].clone()), logits[len(logits) - keep :]
-
-
-@torch.inference_mode()
-def _copy(state: State) -> State:
-    """As ``State.copy``, of tensors that are made in inference mode."""
-    return state.copy()

@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.cache.contiguous import SlotCache
 from specdec.cache.paged import PagedCache
 from specdec.cache.prefixes import NOTHING, Lent
-from specdec.types import Context
+from specdec.types import Context, common
 
 LEAST = 128  # tokens to save; below that, a second forward costs as much
 
@@ -74,9 +74,8 @@ def share_prompts(model: Any, cache: Any, context: Context, rows: Tensor | None)
         root = b if length[b] <= LEAST else starts.setdefault((words[b, :LEAST].tobytes(), reader), b)
         if root != b == group[0]:
             end = min(length[b], length[root]) - 1
-            differ = words[b, :end] != words[root, :end]
             roots[b] = root
-            shared.append((2, int(differ.argmax()) if differ.any() else end))
+            shared.append((2, common(words[b, :end], words[root, :end])))
     groups = [group for group in alike.values() if len(group) > 1]
     shared += [(len(group), length[group[0]] - 1) for group in groups]
     if sum((count - 1) * tokens for count, tokens in shared) < LEAST:

@@ -21,10 +21,11 @@ from specdec.types import Context
 
 @dataclass(frozen=True)
 class ByBatch(Unlearning):
-    """One arm for all rows, by how many rows choose: the table that serving engines call the length by batch size.
+    """The same arm for all rows of a round, by how many rows a micro-batch has; serving engines call it a table of lengths by batch size.
 
     Verifying k + 1 tokens of a row costs little where a step only reads weights, and much where many rows keep the processor busy. ``lab.decide`` and
-    ``recipes/decide.py`` measure the table; ``sd.auto`` decides by itself, for each row.
+    ``recipes/decide.py`` measure the table; ``sd.auto`` decides by itself, for each row. A request that joins a stream whose arms are chosen a round ahead has the arm of
+    the rows that join with it at first.
 
     Args:
         table: the fewest rows -> the arm from there on, such as ``{1: 0, 8: 1, 32: 2}``; it has 1. Rows beyond an arm's capacity get the first arms
@@ -44,12 +45,9 @@ class ByBatch(Unlearning):
                 f"table is {self.table!r}: give a mapping of rows to arms, such as {{1: 0, 8: 1}}"
             )
         for rows, arm in self.table.items():
-            at_least(1, "table", rows, "count rows from 1", ", of rows, as every key")
-            whole(
-                "table",
-                arm,
-                ", of an arm, as every value; arms are counted from 0 in the order of the pool's",
-            )
+            at_least(1, "a key of table", rows, "count rows from 1", ", of rows")
+            whole("a value of table", arm, ": arms are counted from 0, in the order of the pool's")
+        object.__setattr__(self, "table", dict(self.table))
         if 1 not in self.table:
             raise ValueError(f"table is {dict(self.table)}: give an arm for 1 row on, too")
 

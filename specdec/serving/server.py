@@ -157,7 +157,7 @@ class Server:
         times = {"arrived": due.arrived, "started": now, "first_token": now, "finished": now}
         text = "" if self.tokenizer else None
         if error is not None:
-            let_go(error, note=False)
+            let_go(error)
         return Finished(due.request, due.number, [], text, finish, Stats(), **times, error=error)
 
     def _wait(self) -> None:
@@ -188,7 +188,6 @@ class Server:
         except MemoryError as error:
             if self.settings.errors == "raise":
                 raise
-            let_go(error, note=False)  # so that its memory can be had
             large = max(arrived, key=lambda ready: ready.context.tokens.shape[1])
             for ready in arrived:
                 if ready is not large:

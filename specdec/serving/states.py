@@ -105,17 +105,19 @@ class Open:
             self.error = error
 
 
-def let_go(error: BaseException, note: bool = True) -> None:
-    """Drop an error's traceback, whose frames and their callers hold logits and caches; with ``note``, its text becomes a note of the error."""
-    if note and error.__traceback__ is not None:
-        error.add_note("".join(format_tb(error.__traceback__)).rstrip())
+def let_go(error: BaseException) -> None:
+    """Drop the tracebacks of an error and of what caused it: their frames and callers hold logits and caches, and the error may be kept for long. A note says where
+    it was raised, of an error without a cause."""
     chain, seen = list[BaseException | None]([error]), set[int]()
     while chain:
         one = chain.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            one.__traceback__ = None
-            chain += [one.__cause__, one.__context__]
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if one.__traceback__ is not None and one.__cause__ is None:
+            one.add_note("".join(format_tb(one.__traceback__)).rstrip())
+        one.__traceback__ = None
+        chain += [one.__cause__, one.__context__]
 
 
 @dataclass(eq=False)
