@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,6 +13,7 @@ from tiny import tiny
 
 import specdec as sd
 from specdec.cache import prefixes
+from specdec.executors import Pipelined, Serial
 from specdec.models.stacked import StackedModel
 
 SYSTEM = [(7 * i + 3) % 90 for i in range(40)]
@@ -390,3 +392,45 @@ def test_heads_under_captured_steps():
         if limit:
             assert target.prefixes.found == 80
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 60))]
+)
+def test_random_calls_give_plain_samplings_texts(monkeypatch, seed):
+    """Several calls on prompts of a few beginnings, with little room: every text is that of a target that keeps nothing and a draft that does not exist."""
+    pick = random.Random(seed)
+    monkeypatch.setattr("specdec.models.shared_prompts.LEAST", pick.choice([8, 24, 128]))
+    user, other = (tiny(pick.choice(["llama", "gpt2", "mistral"]), n) for n in range(2))
+    page, graphs = pick.choice([None, None, 4, 16]), pick.choice([False, "eager"])
+    block = 8 * sd.HFModel(user).bytes_per_token()
+    limits = [pick.choice([3, 9, 1000]) * block for _ in range(2)]
+    target = sd.HFModel(user, page=page, graphs=graphs, prefix_cache=limits[0])
+    small = sd.HFModel(other, page=page, graphs=graphs, prefix_cache=limits[1])
+    draft = pick.choice(
+        [small, sd.drafts.Tree(small, (2, 1)), sd.drafts.NGram(), sd.models.Windowed(small, 6, 1)]
+    )
+    executor = pick.choice([Serial(), Serial(), Pipelined(2)])
+    base = sd.decoder(target).verifier(sd.Coupled()).sampling(temperature=pick.choice([0.7, 1.0]))
+    decoder = base.draft(draft, length=2).executor(executor).build()
+    plain = sd.decoder(sd.HFModel(user)).verifier(sd.Coupled()).sampling(decoder.sampling).build()
+    begins = [[pick.randrange(1, 90) for _ in range(pick.randrange(9, 40))] for _ in range(3)]
+    for _ in range(4):
+        prompts = [
+            [*pick.choice(begins)[: pick.randrange(1, 40)], *pick.choices(range(3), k=pick.randrange(1, 9))]
+            for _ in range(pick.randrange(1, 5))
+        ]
+        prompts.append(list(prompts[0]))
+        seeds = [pick.randrange(1000) for _ in prompts]
+        found = decoder.generate(prompts, 8, seed=seeds, eos_token_id=()).ids
+        assert found == plain.generate(prompts, 8, seed=seeds, eos_token_id=()).ids, f"{decoder!r}"
+        served = decoder.serve([sd.Request(p, 5, seed=s) for p, s in zip(prompts, seeds)], 2, eos_token_id=())
+        texts = [one.ids for one in sorted(served, key=lambda one: one.index)]
+        alone = [plain.generate([p], 5, seed=s, eos_token_id=()).ids[0] for p, s in zip(prompts, seeds)]
+        assert texts == alone, f"{decoder!r}"
+        for model in (target, small):
+            kept = model.prefixes._blocks
+            assert model.prefixes.bytes == sum(b.bytes for b in kept.values()) <= model.prefixes.limit
+            assert {before for before, _ in kept} <= {0, *(b.number for b in kept.values())}
+    if limits[0] > 100 * block:
+        assert target.prefixes.found > 0
