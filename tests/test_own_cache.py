@@ -9,7 +9,7 @@ import pytest
 import torch
 from forwards import ROWS, accept, error, plain, propose
 from tiny import byte_tokenizer, tiny
-from tiny_states import HERE, STATES, stateful
+from tiny_states import HERE, STATES, reads, stateful
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import specdec as sd
@@ -412,13 +412,7 @@ def test_bad_input_is_refused_by_name():
 def test_equal_prompts_are_read_once(monkeypatch):
     """By a target, in one call; the rows then go their own ways."""
     model = OwnCache(stateful("lfm2"))
-    counts, read = [], OwnCache._read
-
-    def counted(self, state, tokens, keep):
-        counts.append(len(tokens) - len(state.tokens))
-        return read(self, state, tokens, keep)
-
-    monkeypatch.setattr(OwnCache, "_read", counted)
+    counts = reads(monkeypatch)
     prompt = list(range(20, 31))
     prompts = [prompt, [9, 9], prompt, prompt]
     decoder = sd.decoder(model).draft(sd.drafts.NGram(), length=3).build()

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from test_shared_prompts import fed
 from tiny import tiny
 
 import specdec as sd
@@ -23,18 +24,6 @@ GIB = 2**30
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
     monkeypatch.setattr(prefixes, "SIZE", 8)
-
-
-def fed(monkeypatch):
-    """How many tokens each forward is given."""
-    counts = []
-    run = sd.HFModel._run
-    monkeypatch.setattr(
-        sd.HFModel,
-        "_run",
-        lambda self, cache, packed, *more: (counts.append(packed.tokens), run(self, cache, packed, *more))[1],
-    )
-    return counts
 
 
 def asked(model, prompts, taps=()):
@@ -165,7 +154,7 @@ def test_the_memory_has_a_limit_and_forgets_what_was_used_first(monkeypatch):
         asked(model, [prompt])
         assert counts == [read], prompt
         assert model.prefixes.bytes <= 6 * block
-        assert model.prefixes.bytes == sum(b.bytes for b in model.prefixes._blocks.values())
+        assert model.prefixes.bytes == sum(b.bytes for b in model.prefixes._held.values())
     model.prefixes.clear()
     asked(model, [SYSTEM])
     assert counts[-1] == 40
@@ -179,8 +168,8 @@ def test_no_block_outlives_its_beginning():
     for _ in range(40):
         ends = torch.randint(0, 3, (2, 3)).repeat_interleave(8, 1).tolist()
         asked(model, [[*SYSTEM[:16], *end, 1] for end in ends])
-        numbers = {0, *(b.number for b in model.prefixes._blocks.values())}
-        assert all(before in numbers for before, _ in model.prefixes._blocks)
+        numbers = {0, *(b.number for b in model.prefixes._held.values())}
+        assert all(before in numbers for before, _ in model.prefixes._held)
 
 
 @pytest.mark.parametrize("through", ["add_", "data", "load_state_dict"])
@@ -282,7 +271,7 @@ def test_blocks_of_different_sizes_near_the_limit():
         assert torch.allclose(mine.logits, theirs.logits, atol=1e-9)
         for tap in taps:
             assert torch.allclose(mine.fed.layers[tap], theirs.fed.layers[tap], atol=1e-9)
-        kept = model.prefixes._blocks
+        kept = model.prefixes._held
         assert model.prefixes.bytes == sum(b.bytes for b in kept.values()) <= model.prefixes.limit
         assert {before for before, _ in kept} <= {0, *(b.number for b in kept.values())}
     assert model.prefixes.found > 500
@@ -429,7 +418,7 @@ def test_random_calls_give_plain_samplings_texts(monkeypatch, seed):
         alone = [plain.generate([p], 5, seed=s, eos_token_id=()).ids[0] for p, s in zip(prompts, seeds)]
         assert texts == alone, f"{decoder!r}"
         for model in (target, small):
-            kept = model.prefixes._blocks
+            kept = model.prefixes._held
             assert model.prefixes.bytes == sum(b.bytes for b in kept.values()) <= model.prefixes.limit
             assert {before for before, _ in kept} <= {0, *(b.number for b in kept.values())}
     if limits[0] > 100 * block:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import tiny
-from tiny_states import HERE, stateful
+from tiny_states import HERE, reads, stateful
 
 import specdec as sd
 from specdec.cache import kept_states
@@ -23,18 +23,6 @@ FAMILIES = [pytest.param(f, marks=[] if f in FEW else pytest.mark.slow) for f in
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     monkeypatch.setattr(kept_states, "LEAST", 8)
-
-
-def reads(monkeypatch):
-    """How many tokens each reading of a text takes."""
-    counts, read = [], OwnCache._read
-
-    def counted(self, state, tokens, keep):
-        counts.append(len(tokens) - len(state.tokens))
-        return read(self, state, tokens, keep)
-
-    monkeypatch.setattr(OwnCache, "_read", counted)
-    return counts
 
 
 def asked(model, prompts, taps=()):
@@ -107,7 +95,7 @@ def test_activations_are_read_from_the_beginning():
     fed = model.score(model.cache(1, 80), context, taps=(1,)).fed
     assert fed.position.tolist() == list(range(41))
     assert model.prefixes.found == 0
-    assert len(model.prefixes._entries) == 1
+    assert len(model.prefixes._held) == 1
 
 
 def test_the_limit_and_what_is_dropped():
@@ -152,7 +140,7 @@ def test_bytes_are_those_that_are_held(family):
     """Layers with windows keep views of longer texts."""
     model = OwnCache(stateful(family), prefix_cache=GIB)
     asked(model, [SYSTEM, [4] * 30])
-    kept = [entry.state for entry in model.prefixes._entries.values()]
+    kept = [entry.state for entry in model.prefixes._held.values()]
     held = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for s in kept for t in tensors(s, set())
     }
@@ -202,7 +190,7 @@ def test_kept_states_are_never_written_to():
     asked(model, [SYSTEM])
     first = asked(model, [[*SYSTEM, 1, 2]])
     asked(model, [[*SYSTEM, 9, 9, 9]])
-    model.prefixes._entries.pop(np.array([*SYSTEM, 1, 2]).tobytes())
+    model.prefixes._held.pop(np.array([*SYSTEM, 1, 2]).tobytes())
     assert torch.equal(asked(model, [[*SYSTEM, 1, 2]]), first)
 
 

@@ -9,6 +9,8 @@ from tiny import _BASE
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from specdec.models import OwnCache
+
 _LAYERS = ["linear_attention", "linear_attention", "full_attention"]
 _PURE = {"vocab_size": 97, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}
 _MAMBA = {
@@ -173,3 +175,15 @@ def stateful(family: str, seed: int = 0, spread: float = 3.0) -> Any:
                 p.mul_(spread)
     model.generation_config.eos_token_id = None
     return model
+
+
+def reads(monkeypatch):
+    """How many tokens each reading of a text takes."""
+    counts, read = [], OwnCache._read
+
+    def counted(self, state, tokens, keep):
+        counts.append(len(tokens) - len(state.tokens))
+        return read(self, state, tokens, keep)
+
+    monkeypatch.setattr(OwnCache, "_read", counted)
+    return counts

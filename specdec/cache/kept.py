@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
 from threading import Lock
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 SAMPLES = 8  # values of each parameter by which changed weights are noticed, at least
 Signs = tuple[list[tuple[int, int]], list[Tensor]]
+K = TypeVar("K", bound=Hashable)
+S = TypeVar("S", bound="HasBytes")
 
 
-class Kept:
-    """What was computed of earlier prompts of one model.
+class HasBytes(Protocol):
+    """Something that takes ``bytes``."""
+
+    @property
+    def bytes(self) -> int: ...
+
+
+class Kept(Generic[K, S]):
+    """What was computed of earlier prompts of one model. What was not used for the longest time is dropped first.
 
     Args:
         limit: bytes, on the devices of the model's memory. weights: returns those of the model: parameters, and buffers that no forward writes.
@@ -25,6 +35,7 @@ class Kept:
     def __init__(self, limit: int, weights: Callable[[], Iterable[Tensor]]):
         self.limit, self._of_model = limit, weights
         self.asked = self.found = self.bytes = 0
+        self._held: OrderedDict[K, S] = OrderedDict()  # the one that was used last is the last
         self._lock = Lock()
         self._weights: Signs | None = None
 
@@ -56,8 +67,16 @@ class Kept:
         return changed
 
     def _clear(self) -> None:
-        """Drop everything, with the lock."""
-        raise NotImplementedError
+        self._held.clear()
+        self.bytes = 0
+
+    def _put(self, key: K, one: S) -> None:
+        """Hold ``one``, in place of what had its key, and drop others until the limit holds."""
+        old = self._held.pop(key, None)
+        self.bytes += one.bytes - (0 if old is None else old.bytes)
+        self._held[key] = one
+        while self.bytes > self.limit:
+            self.bytes -= self._held.popitem(last=False)[1].bytes
 
     def _signs(self) -> Signs:
         """By which a change of weights is noticed: versions and addresses, and, of plain parameters, the bytes of a few values."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -28,24 +27,14 @@ class _Entry(NamedTuple):
     ready: list[torch.cuda.Event]
 
 
-class KeptStates(Kept):
-    """States of earlier prompts. The one that was not used for the longest time is dropped first.
+class KeptStates(Kept[bytes, _Entry]):
+    """States of earlier prompts, by their tokens.
 
     A state after a prompt helps only a text that begins with the whole prompt, as the next turn of a conversation does. Where a text has ``LEAST`` tokens in common
     with a kept one and then parts from it, a state is kept there, too; it helps from the third such text on.
 
     Args, Attributes: as of ``Kept``.
     """
-
-    def __init__(self, limit: int, weights: Callable[[], Iterable[Tensor]]):
-        super().__init__(limit, weights)
-        self._entries: OrderedDict[bytes, _Entry] = (
-            OrderedDict()
-        )  # by tokens; the one that was used last is the last
-
-    def _clear(self) -> None:
-        self._entries.clear()
-        self.bytes = 0
 
     def find(self, text: tuple[int, ...]) -> tuple[State, int]:
         """A copy of the longest kept state that ``text`` begins with (an empty one if there is none), and the length at which the next state is to be kept: where
@@ -54,13 +43,13 @@ class KeptStates(Kept):
         with self._lock:
             if self._changed():
                 return State(), len(text)
-            for entry in self._entries.values():
+            for entry in self._held.values():
                 same = common(words, entry.tokens)
                 part = max(part, same)
                 if same == len(entry.tokens) and (best is None or same > len(best.tokens)):
                     best = entry
             if best is not None:
-                self._entries.move_to_end(best.tokens.tobytes())
+                self._held.move_to_end(best.tokens.tobytes())
         own = State()
         if best is not None:
             use(_tensors((best.state.memory, best.state.logits), set()), best.ready)
@@ -81,8 +70,8 @@ class KeptStates(Kept):
         with self._lock:
             if not key or self._changed():
                 return
-            if key in self._entries:
-                self._entries.move_to_end(key)
+            if key in self._held:
+                self._held.move_to_end(key)
                 return
             weights = self._weights
         tensors = _tensors((state.memory, state.logits), set())
@@ -96,11 +85,8 @@ class KeptStates(Kept):
             return
         ready = made_by(_tensors((own.memory, own.logits), set()))
         with self._lock:
-            if self._weights is weights and key not in self._entries:
-                self._entries[key] = _Entry(own, words, need, ready)
-                self.bytes += need
-            while self.bytes > self.limit:
-                self.bytes -= self._entries.popitem(last=False)[1].bytes
+            if self._weights is weights:
+                self._put(key, _Entry(own, words, need, ready))
 
 
 def _compact(state: State) -> State:

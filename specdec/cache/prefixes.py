@@ -7,7 +7,6 @@ is always its last block.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
@@ -84,12 +83,11 @@ class Lent(NamedTuple):
 NOTHING = Lent(None, {})
 
 
-class PrefixCache(Kept):
+class PrefixCache(Kept[Key, Block]):
     """Blocks of earlier prompts of one model. Args, Attributes: as of ``Kept``."""
 
     def __init__(self, limit: int, weights: Callable[[], Iterable[Tensor]]):
         super().__init__(limit, weights)
-        self._blocks: OrderedDict[Key, Block] = OrderedDict()  # the one that was used last is the last
         self._numbers = count(1)
 
     def lend(self, cache: Cache, context: Context, rows: Sequence[int], taps: Sequence[int]) -> Lent:
@@ -135,13 +133,14 @@ class PrefixCache(Kept):
 
     def _keep(self, cache: Cache, b: int, fed: Fed | None) -> None:
         text, before, path, total = np.array(cache.row(b), dtype=np.int64), 0, list[Key](), 0
-        row = None if fed is None else torch.nonzero((fed.row == b) & (fed.node < 0))[:, 0]
+        layers = {} if fed is None else fed.layers
+        row = torch.empty(0) if fed is None else torch.nonzero((fed.row == b) & (fed.node < 0))[:, 0]
         for at in range(0, len(text) - SIZE + 1, SIZE):
             key = (before, text[at : at + SIZE].tobytes())
-            block = old = self._blocks.get(key)
-            if block is None or (fed is not None and not block.seen.keys() >= fed.layers.keys()):
-                tokens = None if row is None else row[at : at + SIZE]
-                block = self._made(cache, b, at, fed, tokens, block)
+            block = old = self._held.get(key)
+            if block is None or not block.seen.keys() >= layers.keys():
+                seen = {tap: x[to_device(row[at : at + SIZE], x.device)] for tap, x in layers.items()}
+                block = self._made(cache, b, at, seen, block)
             total += block.bytes
             if total > self.limit:
                 break
@@ -149,42 +148,23 @@ class PrefixCache(Kept):
                 self._put(key, block)
             path.append(key)
             before = block.number
-            self._blocks.move_to_end(key)
+            self._held.move_to_end(key)
         for key in reversed(path):
-            self._blocks.move_to_end(key)
+            self._held.move_to_end(key)
 
     def _find(self, text: np.ndarray, taps: Sequence[int]) -> list[Block]:
         blocks, before = list[Block](), 0
         for at in range(0, len(text) - SIZE + 1, SIZE):
-            block = self._blocks.get((before, text[at : at + SIZE].tobytes()))
+            block = self._held.get((before, text[at : at + SIZE].tobytes()))
             if block is None or not block.seen.keys() >= set(taps):
                 break
             blocks.append(block)
             before = block.number
         return blocks
 
-    def _made(
-        self, cache: Cache, b: int, at: int, fed: Fed | None, tokens: Tensor | None, old: Block | None
-    ) -> Block:
-        seen = {} if old is None else dict(old.seen)
-        if fed is not None and tokens is not None:
-            seen |= {tap: x[to_device(tokens, x.device)].clone() for tap, x in fed.layers.items()}
-        number, entries = (
-            next(self._numbers) if old is None else old.number,
-            [] if old is None else old.entries,
-        )
-        if old is None:
-            entries = [torch.cat(parts, 1) for parts in zip(*cache.parts(b, at, at + SIZE))]
-        ready = ([] if old is None else old.ready) + made_by((*entries, *seen.values()))
-        return Block(number, entries, seen, ready)
-
-    def _put(self, key: Key, block: Block) -> None:
-        old = self._blocks.pop(key, None)
-        self.bytes += block.bytes - (0 if old is None else old.bytes)
-        self._blocks[key] = block
-        while self.bytes > self.limit:
-            self.bytes -= self._blocks.popitem(last=False)[1].bytes
-
-    def _clear(self) -> None:
-        self._blocks.clear()
-        self.bytes = 0
+    def _made(self, cache: Cache, b: int, at: int, seen: dict[int, Tensor], old: Block | None) -> Block:
+        """The block of row ``b`` from slot ``at`` on; with more activations, if there is an ``old`` one."""
+        if old is not None:
+            return old._replace(seen=old.seen | seen, ready=old.ready + made_by(seen.values()))
+        entries = [torch.cat(parts, 1) for parts in zip(*cache.parts(b, at, at + SIZE))]
+        return Block(next(self._numbers), entries, seen, made_by((*entries, *seen.values())))
