@@ -13,6 +13,7 @@ import specdec as sd
 from specdec.arm_policy import Arm
 from specdec.lab.auto import _rows
 from specdec.lab.auto_runs import FEW, Measured, drained, each, estimates, of_kind, spread_of
+from specdec.selectors.fixed import Fixed
 from specdec.selectors.kinds import ByTemperature
 
 BAD, GOOD = (sd.TableModel.random(vocab_size=6, order=1, seed=seed) for seed in (1, 0))
@@ -115,6 +116,41 @@ def test_requests_of_each_temperature_have_chances_of_their_own():
     assert (tokens > 1.9).tolist() == [temperature == 0 for temperature in base.build().sampling.temperature]
 
 
+@pytest.fixture(scope="module")
+def trees():
+    """A chain and a tree of a poor draft, of which the tree accepts more, and chains that end by a rule."""
+    drafts = {"chain": BAD, "tree": sd.drafts.Tree(BAD, (3, 2)), "ending": sd.drafts.Model(BAD, stop=0.4)}
+    base = sd.decoder(Slow(0, 15)).sampling(temperature=1.0)
+    lengths = {"chain": 2, "ending": (1, 3)}
+    return sd.auto(base, drafts, PROMPTS, lengths, batches=3, new_tokens=32, repeats=3)
+
+
+def test_a_tree_is_a_choice_with_its_depth(trees):
+    arms = ["chain/2", "tree/2", "ending/1", "ending/3"]
+    assert [row["method"] for row in trees.rows] == ["plain", "none", *arms]
+    assert trees.best == {3: "tree/2"}
+    out = trees.decoder.generate(PROMPTS[:3], 40, seed=0)
+    rounds = dict(zip(out.arms, [out.stats.arms[a] for a in range(len(out.arms))]))
+    assert rounds["tree/2"] > 0.8 * sum(rounds.values())
+    tree, base = sd.drafts.Tree(BAD, (2, 1)), sd.decoder(GOOD)
+    cut = sd.auto(base, {"tree": tree}, PROMPTS, {"tree": (1, 2)}, batches=1, new_tokens=8, repeats=1)
+    assert [row["method"] for row in cut.rows] == ["plain", "none", "tree/1", "tree/2"]
+
+
+def test_tokens_that_are_expected_are_those_that_trees_and_chains_with_an_end_had(trees):
+    """Where a path ends early, the next depth counts as one at which no token was accepted."""
+    plan = trees.selector.select(
+        trees.selector.init(5),
+        sd.Context.of([[0]], 30),
+        torch.ones(5, dtype=torch.long),
+        sd.Philox(torch.zeros(1, dtype=torch.long)),
+    )[2].plan
+    live = {row["method"]: row["tau"] for row in trees.rows}
+    for name, expected in zip(trees.decoder.selecting.names[1:], plan.tokens[0, 1:]):
+        assert expected == pytest.approx(live[name], rel=0.08), name
+    assert live["ending/3"] < live["chain/2"]
+
+
 def test_requests_of_kinds_that_the_user_tells_apart():
     auto = sd.auto(
         sd.decoder(GOOD), {"other": BAD}, PROMPTS, 1, batches=4, new_tokens=12, repeats=1,
@@ -170,25 +206,31 @@ def test_the_spread_of_rows_is_found():
 
 
 def test_seconds_of_proposals_are_of_the_rows_that_have_one():
-    run = Measured(None, None, proposals={4: [0.5, 0.0, 1.0]})
+    run = Measured(None, None, 1, proposals={4: [0.5, 0.0, 1.0]})
     assert each(run, 4, 3.0, 1.0) == pytest.approx(1.0)  # two of four rows have one
     assert each(run, 4, 0.9, 1.0) == 0
-    assert each(Measured(None, None, proposals={4: [0.0]}), 4, 3.0, 1.0) == 0
+    assert each(Measured(None, None, 1, proposals={4: [0.0]}), 4, 3.0, 1.0) == 0
 
 
 def test_rounds_with_a_proposal_and_without_one_are_trimmed_apart():
     """A slow kind of round that is rarer than what is trimmed still counts."""
     run = Measured(
-        None, None, seconds={1: [(0.0, 1.0)] * 97 + [(2.0, 5.0)] * 3}, proposals={1: [0.0] * 97 + [1.0] * 3}
+        None,
+        None,
+        1,
+        seconds={1: [(0.0, 1.0)] * 97 + [(2.0, 5.0)] * 3},
+        proposals={1: [0.0] * 97 + [1.0] * 3},
     )
     assert run.mean(1) == pytest.approx((0.06, 1.12))
-    run = Measured(None, None, seconds={1: [(0.0, 1.0)] * 97 + [(9.0, 9.0)] * 3}, proposals={1: [0.0] * 100})
+    run = Measured(
+        None, None, 1, seconds={1: [(0.0, 1.0)] * 97 + [(9.0, 9.0)] * 3}, proposals={1: [0.0] * 100}
+    )
     assert run.mean(1) == pytest.approx((0.0, 1.0))  # a slow moment of the machine
 
 
 def test_what_a_draft_reads_counts():
     """The seconds of a round, and for each new token a share of those in which the prompt was read."""
-    runs = {"a/2": Measured(sd.decoder(GOOD).build(), None, tokens=20, rounds=10)}
+    runs = {"a/2": Measured(sd.decoder(GOOD).build(), None, 2, tokens=20, rounds=10)}
     arms = {"a/2": Arm(sd.drafts.Model(BAD), 2)}
     rest = {"none": (1.1,), "a/2": (1.2,)}
     for told, ratio in ((0.0, 2 / 1.5), (0.25, 2 / (1.5 + 2 * 0.25))):
@@ -250,9 +292,14 @@ def test_what_cannot_be_measured_is_refused_by_name():
             "18 pairs of a draft and a length can be combined in 4096 ways",
         ),
         (
-            lambda: sd.auto(base, {"a": sd.drafts.Tree(BAD, (2, 1))}, PROMPTS),
+            lambda: sd.auto(base, {"a": base.pool({"b": BAD}, Fixed(0)).build().draft}, PROMPTS),
             ValueError,
-            "draft 'a' proposes trees",
+            "draft 'a' is a pool",
+        ),
+        (
+            lambda: sd.auto(base, {"a": sd.drafts.Tree(BAD, (2, 1))}, PROMPTS, {"a": 3}),
+            ValueError,
+            "lengths for draft 'a' are 3: it drafts at most 2 tokens",
         ),
         (lambda: sd.auto(base, {"a": BAD}, PROMPTS, {"b": 2}), ValueError, "lengths has none for draft 'a'"),
         (lambda: sd.auto(base, {"a": BAD}, PROMPTS, 0), ValueError, "lengths"),

@@ -104,7 +104,8 @@ def auto(
 
     Args:
         base: the target and sampling, ``sd.decoder(target).sampling(...)``. drafts: by name: whatever ``Builder.draft`` takes.
-        prompts: like those to come, of any lengths; batches take them in turn. lengths: of chains to choose from, for all drafts or by name; those that a draft cannot have are left out.
+        prompts: like those to come, of any lengths; batches take them in turn. lengths: of chains to choose from, for all drafts or by name; those that a draft cannot have are left out. A
+            draft of trees has its longest path, unless its lengths are given by name: then its trees are cut there.
         batches: rows decoded together; between them seconds are linear, and larger batches are decoded plainly. new_tokens: of each prompt, here; and expected of a request later.
         repeats: runs of each, after one that is not counted. margin: relative gain below which rows are decoded plainly. seed: of the random numbers.
         kind: given a ``Context`` of some rows, the kind of each, anything hashable. Chances are estimated for each kind apart. It is asked once for each request,
@@ -112,8 +113,8 @@ def auto(
         refilled: whether a row that ends is replaced by the next request, as in ``serve``. Otherwise a batch gets smaller as its rows end, and a draft that
             some rows accept less than others gains less, because the slowest row decides when all are done.
     Raises:
-        TypeError: base is no builder, or drafts no mapping of at least one. ValueError: a draft of trees or with sampling settings of its own for each request, no
-            length that it can have, another executor, a number below 1, or more temperatures than rows to measure.
+        TypeError: base is no builder, or drafts no mapping of at least one. ValueError: a draft that is a pool or has sampling settings of its own for each
+            request, no length that it can have, another executor, a number below 1, or more temperatures than rows to measure.
     """
     if not isinstance(base, Builder):
         raise TypeError(
@@ -137,7 +138,7 @@ def auto(
             f"lengths: {len(arms)} pairs of a draft and a length can be combined in {ways} ways, and each choice tries all: give fewer "
             f"drafts or lengths, for at most {WAYS}"
         )
-    at_least(longest + 2, "new_tokens", new_tokens, f"chains of {longest} need that many")
+    at_least(longest + 2, "new_tokens", new_tokens, f"drafts of {longest} tokens need that many")
     one_of_each = [0]  # a request of each temperature
     if isinstance(temperatures := plain.sampling.temperature, tuple):
         kind = kind or ByTemperature(temperatures)
@@ -152,9 +153,10 @@ def auto(
         )
     pool = base.pool({"none": None, **arms}, Fixed(0), costs="wall").build()
     assert pool.selecting is not None
-    runs = {"plain": Measured(plain, kind)}
-    for i, name in enumerate(("none", *arms)):
-        runs[name] = Measured(replace(pool, selecting=replace(pool.selecting, selector=Fixed(i))), kind)
+    runs = {"plain": Measured(plain, kind, 0)}
+    for i, (name, length) in enumerate(zip(pool.selecting.names, pool.selecting.lengths)):
+        fixed = replace(pool, selecting=replace(pool.selecting, selector=Fixed(i)))
+        runs[name] = Measured(fixed, kind, length)
     done = 0
     for batch in sizes:
         for repeat in range(-1, repeats):
@@ -186,11 +188,12 @@ def _arms(base: Builder, drafts: Mapping[str, Any], lengths: Any) -> dict[str, A
     for name, one in drafts.items():
         draft = as_draft(one, f"draft {name!r}", plain.device, plain.target)
         info = DraftInfo.of(draft)
-        if info.trees or info.drafts:
-            raise ValueError(f"draft {name!r} proposes trees or is a pool: give drafts of chains")
+        if info.drafts:
+            raise ValueError(f"draft {name!r} is a pool: give its drafts")
         if DraftPart.of(draft).by_request:
             raise ValueError(f"draft {name!r} has sampling settings for each request: give it one, or none")
-        wanted = lengths.get(name) if isinstance(lengths, Mapping) else lengths
+        whole = info.longest if info.trees else None
+        wanted = lengths.get(name, whole) if isinstance(lengths, Mapping) else whole or lengths
         if wanted is None:
             raise ValueError(f"lengths has none for draft {name!r}: give a number, or several")
         if info.longest is not None and min(counts("lengths", wanted)) > info.longest:

@@ -25,15 +25,16 @@ BURSTS = 4.0
 
 @dataclass
 class Measured:
-    """A decoder and what was measured of it.
+    """A decoder, whose drafts are ``length`` deep at most, and what was measured of it.
 
     Attributes:
         seconds: by batch, of drafting and of everything else, of every round. proposals: by batch, share of rows with a proposal, of every round.
-        rows: of each row of each run: its kind, and ``[1 + K, 2]``, rounds (all, with a proposal) and (tested, accepted) by position.
+        rows: of each row of each run: its kind, and ``[1 + K, 2]``, rounds (all, with a proposal) and (tested, accepted) by depth.
     """
 
     decoder: Decoder
     kind: Kind | None
+    length: int
     seconds: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     proposals: dict[int, list[float]] = field(default_factory=dict)
     rows: list[tuple[Hashable, np.ndarray]] = field(default_factory=list)
@@ -49,7 +50,7 @@ class Measured:
         Args:
             requests: whose temperatures the rows have, where each request has its own.
         """
-        B, k = len(prompts), self.decoder.length
+        B, k = len(prompts), self.length
         tested = np.zeros((B, 1 + k, 2))
         began, kinds = [0.0], dict[int, Hashable]()
 
@@ -73,7 +74,7 @@ class Measured:
                 ):
                     if not cut:
                         tested[row, 0] += (1, size > 0)
-                        tested[row, 1 : 1 + min(m + 1, size), 0] += 1
+                        tested[row, 1 : 2 + m, 0] += size > 0  # also where the path ends there
                         tested[row, 1 : 1 + m, 1] += 1
                         self.tokens, self.rounds = self.tokens + m + 1, self.rounds + 1
             began[0] = perf_counter()
@@ -169,7 +170,7 @@ def spread_of(rows: np.ndarray) -> float:
     """How many expected failures of a row weigh as much as all rows together: the method of moments for a gamma factor on a row's failures.
 
     Args:
-        rows: ``[R, K, 2]`` tested and accepted tokens of each row by position.
+        rows: ``[R, K, 2]`` tested and accepted tokens of each row by depth.
     """
     total = rows.sum(0)
     failing = 1 - total[:, 1] / total[:, 0].clip(1)

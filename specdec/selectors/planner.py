@@ -54,7 +54,7 @@ class Plan(NamedTuple):
 
 
 class State(NamedTuple):
-    """``shared``: ``[kinds, drafts, 1 + K, 2]``, rounds (asked, with a proposal) and by position (tested, accepted), of all rows of a kind; ``own``: request ->
+    """``shared``: ``[kinds, drafts, 1 + K, 2]``, rounds (asked, with a proposal) and by depth (tested, accepted), of all rows of a kind; ``own``: request ->
     ``[drafts, 6]``; ``kind``: request -> number of its kind; ``ends``: request -> longest length of its text;
     ``used``: request -> the draft of its last choice, -1 for none."""
 
@@ -71,13 +71,13 @@ class Planner:
     """Chooses for all rows together the arms with the least seconds for equally many tokens (``joint.together``); plain decoding unless these are faster
     by ``margin``.
 
-    Two things are estimated of a draft, for each kind of request, from ``prior`` and all rounds since: how often it proposes anything, and by position the
-    chance that a proposed token is accepted if those before it were. A row that accepts less or more than that has a factor of its own on the chance of
+    Two things are estimated of a draft, for each kind of request, from ``prior`` and all rounds since: how often it proposes anything, and by depth the
+    chance that a token is accepted if one was at the depth before. Where a chain or the path of a tree ends early, none is. A row that accepts less or more than that has a factor of its own on the chance of
     failure, drawn to 1 by the draft's ``spread``. Estimates of a row return to those of its kind, with half-life ``memory``.
 
     Attributes:
         arms: (draft, length) of each arm of the pool, in its order; (-1, 0): do not speculate, which must be among them.
-        table: measured seconds. prior: by kind and draft, of a calibration: rounds (asked, with a proposal), then by position (tested, accepted) tokens.
+        table: measured seconds. prior: by kind and draft, of a calibration: rounds (asked, with a proposal), then by depth (tested, accepted) rounds.
         spread: by kind and draft, how many failures of a row weigh as much as all rows together; infinite: rows do not differ.
         kinds: what ``kind`` may say, in the order of ``prior``; anything else counts as the first. kind: of the rows of a context, asked once for each request
             (``None``: there is one kind).
@@ -209,15 +209,16 @@ class Planner:
         # Nothing is learned of a kind that is decoded plainly, so its estimates return to the prior.
         shared = faded(state.shared, np.where(drafted > 0, drafted, all_rows))
         failing = state.plan.failing
-        size = np.where(draft >= 0, np.minimum(feedback.drafted.numpy(), length), 0)
-        taken = np.minimum(accepted, size).astype(np.int64)
-        tested = np.minimum(taken + 1, size)
+        proposed = (draft >= 0) & (feedback.drafted.numpy() > 0)
+        depth = np.where(proposed, length, 0)
+        taken = np.minimum(accepted, depth).astype(np.int64)
+        tested = np.minimum(taken + 1, depth)
         place = np.arange(self._longest)
         was = np.stack([place < tested[:, None], place < taken[:, None]], -1)  # [R, K, 2]
-        rounds = np.stack([draft >= 0, size > 0], -1)[:, None]
+        rounds = np.stack([draft >= 0, proposed], -1)[:, None]
         np.add.at(shared, (kind, draft), np.concatenate([rounds, was], 1) * (draft >= 0)[:, None, None])
         expected = np.pad(failing.cumsum(-1), ((0, 0), (0, 0), (1, 0)))[kind, draft, tested]
-        mine = np.stack([taken < size, expected, draft >= 0, size > 0], -1)
+        mine = np.stack([taken < depth, expected, draft >= 0, proposed], -1)
         own = dict(state.own)
         for request, d, counts in zip(requests, draft.tolist(), mine):
             if d >= 0 and request in own:
