@@ -8,7 +8,7 @@ tokens, probabilities and logits are on the model's device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Literal
@@ -175,6 +175,16 @@ class Proposal(_Shown):
     def ids(self) -> list[list[int]]:
         """``tokens`` on the host; the first time it waits for them."""
         return self.tokens.cpu().tolist()
+
+    def kept(self, nodes: Sequence[Sequence[int]]) -> Proposal:
+        """Of each row only ``nodes``, ascending and each with its parent, under new numbers; for point masses."""
+        N, old = max(map(len, nodes), default=0), self.parents.tolist()
+        at, parents = np.zeros((len(nodes), N), np.int64), np.full((len(nodes), N), -1, np.int64)
+        for b, some in enumerate(nodes):
+            number = {-1: -1} | {n: i for i, n in enumerate(some)}
+            at[b, : len(some)], parents[b, : len(some)] = some, [number[old[b][n]] for n in some]
+        tokens = self.tokens.gather(1, to_device(torch.from_numpy(at), self.tokens.device))
+        return Proposal(tokens, torch.from_numpy(parents), torch.tensor([*map(len, nodes)]))
 
     def sources(self, device: torch.device | str = "cpu") -> Tensor:
         """``[B, N]`` on ``device``: ``source`` made explicit, with valid indices for nodes that do not exist."""

@@ -13,6 +13,7 @@ from tiny import tiny
 import specdec as sd
 from specdec import lab, selectors
 from specdec.audit.certify import certify, certify_coupled
+from specdec.drafts.stateless import Stateless
 from specdec.executors import Ahead, Optimistic, Pipelined, Serial
 from specdec.grammars import Table
 from specdec.grammars.tracker import bits, tracked, unpacked
@@ -314,8 +315,15 @@ def test_a_grammar_that_leaves_no_token_is_refused_where_the_text_gets_there(dra
         decoder.generate([[3, 3]], 9, seed=0)
 
 
+class Threes(Stateless):
+    """Proposes a token that the grammar never allows."""
+
+    def propose(self, state, context, budget, rng):
+        return sd.Proposal.chain(torch.full((context.batch, 1), 3), budget.clamp(max=1)), None
+
+
 def test_a_lossy_verifier_may_not_accept_what_is_forbidden():
-    decoder = BASE.draft(sd.drafts.NGram(), 2).verifier(Synthetic(1.0)).sampling(grammar=GRAMMAR).build()
+    decoder = BASE.draft(Threes(), 2).verifier(Synthetic(1.0)).sampling(grammar=GRAMMAR).build()
     with pytest.raises(ValueError, match=r"is not allowed by grammar Table.*use one that is lossless"):
         decoder.generate([[3, 3, 3, 0, 3, 3, 3, 0]], 20, seed=0)
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 from specdec.arguments import whole
 from specdec.capabilities import DraftInfo
-from specdec.drafts.stateless import Stateless, looked_up
-from specdec.rng import Rng
-from specdec.types import Context, Proposal
+from specdec.drafts.stateless import Lookup
 
 
 @dataclass(frozen=True)
-class NGram(Stateless):
+class NGram(Lookup):
     """Proposes what followed the longest match of the last ``min_match`` to ``max_match`` tokens; of equally long matches, the latest.
 
     It needs no model. A row without a match proposes nothing and still gets its token from the target.
@@ -32,9 +29,6 @@ class NGram(Stateless):
             raise ValueError(
                 f"min_match is {self.min_match}, max_match {self.max_match}: need 1 <= min_match <= max_match"
             )
-
-    def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
-        return looked_up(context, budget, self.lookup), None
 
     def lookup(self, ids: np.ndarray, count: int) -> np.ndarray:
         """Up to ``count`` tokens that followed the best earlier match of the end of ``ids [l]``."""

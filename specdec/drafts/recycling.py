@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +12,12 @@ from torch import Tensor
 
 from specdec.capabilities import DraftInfo
 from specdec.drafts.heads.static_tree import StaticTree
+from specdec.grammars.masks import permitted
 from specdec.kernels.device import to_device
 from specdec.kernels.topk import topk
+from specdec.protocols import LanguageModel
 from specdec.rng import Rng
+from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Round
 
 Followers = Mapping[int, list[int]]  # token -> the tokens that are expected after it, the best first
@@ -41,6 +44,7 @@ class Recycling:
     """
 
     tree: StaticTree = StaticTree.of_accuracies([[0.5, 0.14, 0.07, 0.04, 0.03, 0.02, 0.02, 0.01]] * 6, 24)
+    grammar: Any = field(default=None, kw_only=True, repr=False, compare=False)  # bind sets it
 
     def __post_init__(self) -> None:
         if not isinstance(self.tree, StaticTree):
@@ -64,6 +68,9 @@ class Recycling:
     def ranks(self) -> int:
         """How many followers of a token are kept."""
         return 1 + max(map(max, self.tree.paths))
+
+    def bind(self, target: LanguageModel, sampling: Sampling) -> Recycling:
+        return replace(self, grammar=sampling.grammar)
 
     def init(self, context: Context, target_cache: Any) -> RecyclingState:
         return RecyclingState(tuple(self._told(context.row(b)) for b in range(context.batch)), None)
@@ -93,7 +100,8 @@ class Recycling:
         size = torch.tensor([len(mine) for mine, _ in trees])
         for b, (mine, above) in enumerate(trees):
             tokens[b, : len(mine)], parents[b, : len(mine)] = mine, above
-        proposal = Proposal(torch.from_numpy(tokens), torch.from_numpy(parents), size)
+        whole = Proposal(torch.from_numpy(tokens), torch.from_numpy(parents), size)
+        proposal = permitted(self.grammar, context, whole)
         return proposal, state._replace(proposal=proposal)
 
     def _tree(self, followers: Followers, token: int, most: int) -> tuple[list[int], list[int]]:

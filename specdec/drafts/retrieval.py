@@ -10,16 +10,13 @@ from operator import index as whole_number
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from specdec.arguments import at_least, number, whole
 from specdec.capabilities import DraftInfo
-from specdec.drafts.stateless import Stateless, looked_up
+from specdec.drafts.stateless import Lookup
 from specdec.drafts.suffix import frequent_path
 from specdec.protocols import LanguageModel
-from specdec.rng import Rng
 from specdec.sampling import Sampling
-from specdec.types import Context, Proposal
 
 REACH = 32  # tokens by which places are sorted: the longest match
 SAMPLED = 256  # places of a match that are looked at, at most
@@ -129,7 +126,7 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class Retrieval(Stateless):
+class Retrieval(Lookup):
     """Proposes the most frequent continuation, in a corpus, of the longest match of the row's last tokens.
 
     It needs no model. The paper proposes a tree of several continuations; this is its most frequent path.
@@ -173,10 +170,7 @@ class Retrieval(Stateless):
                 f"corpus has the id {largest} and the target's vocabulary {target.vocab_size}: make it with the target's tokenizer"
             )
         self.corpus.index()  # now, so that neither the first request waits for it nor every new process makes its own
-        return self
-
-    def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
-        return looked_up(context, budget, self.lookup), None
+        return super().bind(target, sampling)
 
     def lookup(self, ids: np.ndarray, count: int) -> np.ndarray:
         """Up to ``count`` tokens that are likely to follow ``ids [l]``."""

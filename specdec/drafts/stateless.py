@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.grammars.masks import permitted
+from specdec.protocols import LanguageModel
+from specdec.rng import Rng
+from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Round
 
 
@@ -28,13 +32,26 @@ class Stateless:
         return None
 
 
-def looked_up(context: Context, budget: Tensor, lookup: Callable[[np.ndarray, int], np.ndarray]) -> Proposal:
-    """Chains of ``lookup(ids [l], count)``, which finds up to ``count`` tokens to follow the text of a row."""
-    B, N = context.batch, int(budget.max())
-    tokens, size = np.zeros((B, N), dtype=np.int64), np.zeros(B, dtype=np.int64)
-    text, length, allowed = context.tokens.numpy(), context.length.tolist(), budget.tolist()
-    for b in range(B):
-        found = lookup(text[b, : length[b]], allowed[b])
-        size[b] = len(found)
-        tokens[b, : len(found)] = found
-    return Proposal.chain(torch.from_numpy(tokens), torch.from_numpy(size))
+@dataclass(frozen=True)
+class Lookup(Stateless):
+    """A draft that finds in texts what may follow a row's; a chain ends before a token that the row's ``grammar`` forbids."""
+
+    grammar: Any = field(default=None, kw_only=True, repr=False, compare=False)  # bind sets it
+
+    def bind(self, target: LanguageModel, sampling: Sampling) -> Self:
+        return replace(self, grammar=sampling.grammar)
+
+    def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
+        B, N = context.batch, int(budget.max())
+        tokens, size = np.zeros((B, N), dtype=np.int64), np.zeros(B, dtype=np.int64)
+        text, length, allowed = context.tokens.numpy(), context.length.tolist(), budget.tolist()
+        for b in range(B):
+            found = self.lookup(text[b, : length[b]], allowed[b])
+            size[b] = len(found)
+            tokens[b, : len(found)] = found
+        chains = Proposal.chain(torch.from_numpy(tokens), torch.from_numpy(size))
+        return permitted(self.grammar, context, chains), None
+
+    def lookup(self, ids: np.ndarray, count: int) -> np.ndarray:
+        """Up to ``count`` tokens that may follow ``ids [l]``."""
+        raise NotImplementedError

@@ -9,17 +9,14 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 from specdec.arguments import numbers, whole
 from specdec.capabilities import DraftInfo
-from specdec.drafts.stateless import Stateless, looked_up
-from specdec.rng import Rng
-from specdec.types import Context, Proposal
+from specdec.drafts.stateless import Lookup
 
 
 @dataclass(frozen=True)
-class Suffix(Stateless):
+class Suffix(Lookup):
     """Follows what came most often after earlier occurrences of the last tokens, for longer where the match is longer.
 
     Every length of a match has a path: of the tokens that followed so far, the most frequent one, and of equally frequent ones the latest. Its estimated
@@ -43,9 +40,6 @@ class Suffix(Stateless):
                 f"max_match is {self.max_match}, factor {self.factor}, min_chance {self.min_chance}: need max_match >= 1, factor > 0 and a "
                 "chance from 0 to 1"
             )
-
-    def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
-        return looked_up(context, budget, self.lookup), None
 
     def lookup(self, ids: np.ndarray, count: int) -> np.ndarray:
         """Up to ``count`` tokens that are likely to follow ``ids [l]``."""

@@ -153,6 +153,29 @@ def _failing(grammar: Any, context: Context, b: int) -> Callable[[list[int], int
     return fail
 
 
+def permitted(grammar: Any, context: Context, proposal: Proposal) -> Proposal:
+    """The nodes of ``proposal`` that the rows' grammars allow, those after an end token excepted: the others would be rejected.
+
+    Only for point masses: a node that was drawn may not be dropped because of its value, even if its probability is 0.
+    """
+    rows = list(_of_rows(grammar, context)) if proposal.nodes else []
+    if not rows:
+        return proposal
+    tokens, parents, size = proposal.ids, proposal.parents.tolist(), proposal.size.tolist()
+    kept = [list(range(n)) for n in size]
+    for b, tracker in rows:
+        tracker.reserve(context.batch)
+        tree = tokens[b][: size[b]], parents[b][: size[b]]
+        try:
+            allowed = tracker.allows(int(context.request[b]), _text(context, b), tree)
+        except Exception:
+            if not keeps(grammar):
+                raise
+            continue  # it fails again where its masks are made
+        kept[b] = [n for n in kept[b] if allowed[n]]
+    return proposal if [len(nodes) for nodes in kept] == size else proposal.kept(kept)
+
+
 class Forced(NamedTuple):
     """Tokens that grammars force: of every row the next ones, and ``ended [B]``, whether they end its text."""
 

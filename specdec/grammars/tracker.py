@@ -193,6 +193,13 @@ class Tracker:
                     return n, self._forbidden(before) is not None
         return None
 
+    def allows(self, request: int, text: np.ndarray, tree: Tree) -> list[bool]:
+        """Of each node, whether its path is allowed after a text. Where the grammar raises, it is not, nor is anything after an end token."""
+        with self._lock:
+            nodes = self._after(self._at(request, text), tree, len(tree[0]), _ignored)
+        above = (nodes[1 + parent] for parent in tree[1])
+        return [node is not OUTSIDE and up is not ENDED for node, up in zip(nodes[1:], above)]
+
     def forced(self, request: int, text: np.ndarray, most: int) -> list[int]:
         """Up to ``most`` tokens that follow a text: each is the only one that is allowed, or what the grammar's own ``forced`` says."""
         found: list[int] = []
@@ -355,6 +362,10 @@ def on_device(forbidden: np.ndarray, vocab_size: int, device: torch.device) -> T
 def raises(path: list[int], kept: int, error: Exception) -> None:
     """The ``Fail`` of a grammar whose errors are raised."""
     raise error
+
+
+def _ignored(path: list[int], kept: int, error: Exception) -> None:
+    """The ``Fail`` of tokens that need not be proposed: where the text gets there, the grammar raises again."""
 
 
 def _path(tree: Tree, n: int) -> list[int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdec.arguments import at_least
 from specdec.drafts.heads.model import HeadModel
+from specdec.drafts.heads.rooted import at_root
 from specdec.drafts.heads.slots import SlotAnchors
 from specdec.kernels.device import to_device
 from specdec.kernels.topk import topk
@@ -65,6 +66,7 @@ class DDTree:
         for n in range(first + int(budget.max())):
             logits, memo = head.step(n, memo, given[:, min(n, first)], at)
             if n >= first:
+                logits = at_root(head, logits, context, sampling) if n == first else logits
                 found.append(topk(logits.log_softmax(-1), min(self.total, head.outputs)))
         scores = torch.stack([one.values for one in found], 1).tolist()  # [R, depth, K]
         ids = head.ids[torch.stack([one.indices for one in found], 1)]

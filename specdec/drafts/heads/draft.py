@@ -21,6 +21,7 @@ from specdec.drafts.heads.load import as_head
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.slots import NO_KERNELS, HeadState, SlotAnchors, empty, ends, pieces, reading
 from specdec.drafts.pool import merged
+from specdec.grammars.masks import permitted
 from specdec.graphs.programs import Programs, capture_named
 from specdec.kernels.device import to_device
 from specdec.models.hf import HFModel
@@ -253,11 +254,11 @@ class Head:
         given = to_device(text.tokens.gather(1, positions), model.device)
         carry = state.carry
         memo = carry if carry is None or not some else carry[to_device(rows, carry.device)]
+        own, sampling = rng.select(rows) if some else rng, self.sampling or Sampling()
         with by_kernels(model.kernels is not None):
-            made = self.tree.grow(
-                *(model, at, memo, given, text, mine, self.sampling or Sampling()),
-                rng.select(rows) if some else rng,
-            )
+            made = self.tree.grow(model, at, memo, given, text, mine, sampling, own)
+        if self.tree.trees and made.probs is None:
+            made = permitted(sampling.grammar, text, made)
         return (made.spread(rows, context.batch) if some else made), at.ring
 
     def select(self, state: HeadState, rows: Tensor) -> HeadState:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specdec.arguments import at_least
 from specdec.drafts.heads.model import HeadModel
+from specdec.drafts.heads.rooted import at_root
 from specdec.drafts.heads.slots import SlotAnchors
 from specdec.kernels.device import to_device
 from specdec.kernels.topk import topk
@@ -70,6 +71,7 @@ class DynamicTree:
         for n in range(known - 1):  # the text has run ahead of the features
             _, memo = head.step(n, memo, given[:, n], at)
         logits, memo = head.step(known - 1, memo, given[:, -1], at)
+        logits = at_root(head, logits, context, sampling)
         R, k, ids = len(logits), min(self.top_k, head.outputs), head.ids
         best = topk(logits.log_softmax(-1), k)
         score, token = best.values.cpu(), ids[best.indices]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specdec.arguments import at_least, whole
 from specdec.drafts.heads.model import HeadModel
+from specdec.drafts.heads.rooted import at_root
 from specdec.drafts.heads.slots import SlotAnchors
 from specdec.kernels.topk import topk
 from specdec.rng import Rng
@@ -133,6 +134,7 @@ class StaticTree:
         for n in range(first + deepest):
             logits, memo = head.step(n, memo, given[:, min(n, first)], at)
             if n >= first:
+                logits = at_root(head, logits, context, sampling) if n == first else logits
                 found.append(topk(logits, self._ranks()).indices)
         ids = head.ids[torch.stack(found, 1)]  # [R, depth, rank]
         paths = self.paths[: self.nodes(deepest)]

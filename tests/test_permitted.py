@@ -1,0 +1,145 @@
+"""Drafts that choose their tokens without randomness propose only what the rows' grammars allow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_grammars import BASE, END, GRAMMAR, MODEL, PROMPTS, follows, processor
+from tiny import tiny
+
+import specdec as sd
+from specdec.audit.certify import certify
+from specdec.drafts import recycling, stateless
+from specdec.drafts.heads import DDTree, DFlash, DynamicTree, Eagle3, Medusa, StaticTree
+from specdec.grammars import Table
+from specdec.grammars.masks import given, permitted
+from specdec.types import Proposal
+
+LOOKUPS = {
+    "n-gram": sd.drafts.NGram(),
+    "suffix": sd.drafts.Suffix(),
+    "retrieval": sd.drafts.Retrieval(sd.drafts.Corpus(((3, 0, 0, 0, 1, 2, 3), (3, 3, 1, 1, 1))), min_match=1),
+    "recycling": sd.drafts.Recycling(StaticTree.of_widths((2, 2, 1))),
+}
+
+
+def watched(decoder, prompts, **more):
+    """Decode, and check that every proposed path is allowed. Returns the texts and how many tokens were proposed."""
+    proposed = 0
+
+    def check(round):
+        nonlocal proposed
+        for b, size in enumerate(round.proposal.size.tolist()):
+            text = round.context.row(b)[int(round.context.prompt_length[b]) :]
+            for n in range(size):
+                path, node = [], n
+                while node >= 0:
+                    path.append(int(round.proposal.tokens[b, node]))
+                    node = int(round.proposal.parents[b, node])
+                assert follows(text + path[::-1], table), (text, path[::-1])
+                proposed += 1
+
+    table = decoder.sampling.grammar.grammar
+    out = decoder.generate(prompts, on_round=check, **more)
+    return out, proposed
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_lookups_propose_what_is_allowed(name, monkeypatch):
+    prompts = [[3, 0, 0, 1, 1, 0, 2, 3], [3, 3, 0, 0, 0, 1, 3, 3]] * 4
+    budget = {"max_new_tokens": 24, "seed": 1}
+    built = BASE.draft(LOOKUPS[name], length=3).verifier(sd.Coupled()).sampling(grammar=GRAMMAR).build()
+    out, proposed = watched(built, prompts, **budget)
+    assert proposed
+    assert (
+        out.ids
+        == BASE.verifier(sd.Coupled()).sampling(grammar=GRAMMAR).build().generate(prompts, **budget).ids
+    )
+    for module in (stateless, recycling):
+        monkeypatch.setattr(module, "permitted", lambda grammar, context, proposal: proposal)
+    with pytest.raises(AssertionError, match="\\["):  # the same draft proposes others
+        watched(built, prompts, **budget)
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_what_is_left_out_biases_nothing(name, temperature):
+    decoder = BASE.draft(LOOKUPS[name], length=2).sampling(grammar=GRAMMAR, temperature=temperature).build()
+    found = certify(decoder, PROMPTS, 4, sampling=sd.Sampling(temperature, processors=(processor,)))
+    assert found.total_variation < 1e-12
+
+
+HEADS = {
+    "dynamic": (Eagle3, {}, DynamicTree(3, 3, 8)),
+    "static": (Medusa, {"blocks": 3}, StaticTree.of_widths((3, 2, 1))),
+    "ddtree": (DFlash, {"block_size": 4}, DDTree(8)),
+}
+
+
+def alternating(vocab_size, end):
+    """Even and odd tokens in turn; the end after any odd one."""
+    even = [1 if token % 2 == 0 and token != end else -1 for token in range(vocab_size)]
+    odd = [0 if token % 2 or token == end else -1 for token in range(vocab_size)]
+    return Table((tuple(even), tuple(odd)), (end,))
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_trees_of_heads_have_allowed_tokens(name):
+    kind, settings, tree = HEADS[name]
+    target = sd.HFModel(tiny("llama").to(torch.float64))
+    head = kind.from_target(target.model, **settings)
+    grammar = alternating(target.vocab_size, 0)
+    base = sd.decoder(target).greedy().sampling(grammar=grammar)
+    decoder = base.draft(sd.drafts.Head(head, tree), length=3).build()
+    prompts = [[1, 2, 3, 4, 5], [7, 6, 5]]
+    out, proposed = watched(decoder, prompts, max_new_tokens=16, eos_token_id=())
+    assert proposed > 2 * out.stats.rounds  # the first level has as many tokens as without a grammar
+    assert out.ids == base.build().generate(prompts, 16, eos_token_id=()).ids
+
+
+def test_a_reduced_vocabulary_that_has_nothing_allowed_proposes_nothing():
+    target = sd.HFModel(tiny("llama").to(torch.float64))
+    head = Eagle3.from_target(target.model, vocabulary=[1, 3, 5, 7, 9])
+    base = sd.decoder(target).greedy().sampling(grammar=alternating(target.vocab_size, 0))
+    decoder = base.draft(sd.drafts.Head(head, DynamicTree(2, 2, 4)), length=2).build()
+    out, proposed = watched(decoder, [[1, 2, 3]], max_new_tokens=12, eos_token_id=())
+    assert 0 < proposed < 6 * out.stats.rounds
+    assert out.ids == base.build().generate([[1, 2, 3]], 12, eos_token_id=()).ids
+
+
+def test_nodes_are_kept_with_their_parents():
+    tokens = torch.tensor([[0, 3, 0, 1, 1, END], [1, 1, 0, 2, 0, 0]])
+    parents = torch.tensor([[-1, -1, 0, 2, 1, 3], [-1, 0, 0, 2, 3, -1]])
+    tree = Proposal(tokens, parents, torch.tensor([6, 3]))
+    context = sd.Context.of([[3], [3, 3]], 20)
+    made = permitted(given(GRAMMAR), context, tree)
+    for b in range(2):
+        kept = [path(made, b, n) for n in range(int(made.size[b]))]
+        assert kept == [p for n in range(int(tree.size[b])) if follows(p := path(tree, b, n))]
+    assert permitted(None, context, tree) is tree
+    assert permitted(given((None, None)), context, tree) is tree
+
+
+def path(proposal, b, n):
+    out = []
+    while n >= 0:
+        out.append(int(proposal.tokens[b, n]))
+        n = int(proposal.parents[b, n])
+    return out[::-1]
+
+
+class Broken(Table):
+    """A grammar that raises after token 1."""
+
+    def advance(self, state, token):
+        if token == 1:
+            raise RuntimeError("broken")
+        return super().advance(state, token)
+
+
+def test_where_a_grammar_raises_nothing_is_proposed():
+    broken = Broken(GRAMMAR.rows, GRAMMAR.end_ids)
+    chain = Proposal.chain(torch.tensor([[0, 0, 1, 1]]), torch.tensor([4]))
+    made = permitted(given(broken), sd.Context.of([[3]], 20), chain)
+    assert made.size.tolist() == [2]
+    assert MODEL.vocab_size == 4
