@@ -7,6 +7,8 @@ import torch
 from tiny import tiny
 
 import specdec as sd
+from specdec.drafts.heads import Eagle3
+from specdec.drafts.spire import SpireModel
 from specdec.models import HFModel, shared_prompts
 from specdec.models.stacked import StackedModel
 
@@ -128,12 +130,51 @@ def test_samples_are_those_of_single_rows(monkeypatch):
     assert counts[:3] == [59, 4, 59]  # the target's prompt, its rows' last tokens, the draft's prompt
 
 
-def test_activations_of_every_row_are_given(monkeypatch):
-    model = sd.HFModel(tiny("llama"))
+@pytest.mark.parametrize(
+    "settings", [{}, {"page": 16}, {"graphs": "eager"}, {"prefix_cache": 2**20}], ids=str
+)
+def test_activations_of_every_row_are_given(monkeypatch, settings):
+    model, context, taps = sd.HFModel(tiny("llama"), **settings), sd.Context.of(PROMPTS, 80), (0, 1)
     counts = fed(monkeypatch)
-    scores = model.score(model.cache(3, 80), sd.Context.of([LONG] * 3, 80), taps=(1,))
-    assert counts == [180]
-    assert scores.fed.layers[1].shape[0] == 180
+    scores = model.score(cache := model.cache(6, 80), context, taps=taps)
+    assert counts == [60 + 70, 5 + 3]  # two prompts, then last tokens and the other row
+    assert [cache.row(b) for b in range(6)] == PROMPTS
+    monkeypatch.setattr(shared_prompts, "LEAST", 10**9)
+    plain = sd.HFModel(tiny("llama"))
+    other = plain.score(plain.cache(6, 80), context, taps=taps)
+    assert counts[2:] == [3 * 60 + 2 * 70 + 3]
+    assert torch.allclose(scores.logits, other.logits, atol=1e-9)
+    for name in ("row", "position", "node"):
+        assert torch.equal(vars(scores.fed)[name], vars(other.fed)[name])
+    for tap in taps:
+        assert torch.allclose(scores.fed.layers[tap], other.fed.layers[tap], atol=1e-9)
+
+
+@pytest.mark.parametrize("draft", ["spire", "eagle3"])
+def test_samples_with_a_draft_that_reads_activations(monkeypatch, draft):
+    model = sd.HFModel(tiny("llama"))
+    made = {
+        "spire": lambda: sd.drafts.Spire(SpireModel.from_target(model.model, layers=1, window=8)),
+        "eagle3": lambda: sd.drafts.Head(Eagle3.from_target(model.model)),
+    }
+    decoder = sd.decoder(model).draft(made[draft](), 3).build()
+    seeds = [1, 2, 3, 4]
+    alone = [decoder.generate([LONG], 20, seed=[one], eos_token_id=()).ids[0] for one in seeds]
+    counts = fed(monkeypatch)
+    assert decoder.generate([LONG] * 4, 20, seed=seeds, eos_token_id=()).ids == alone
+    assert counts[:2] == [60, 4]
+
+
+def test_equal_prompts_with_activations_are_kept_once(monkeypatch):
+    model, long = sd.HFModel(tiny("llama"), prefix_cache=2**20), [(5 * i + 1) % 90 for i in range(70)]
+    context = sd.Context.of([long] * 4, 80)
+    first = model.score(model.cache(4, 80), context, taps=(1,))
+    counts = fed(monkeypatch)
+    again = model.score(model.cache(4, 80), context, taps=(1,))
+    assert counts == [70 - 64, 4]
+    assert torch.allclose(first.logits, again.logits, atol=1e-9)
+    assert torch.equal(first.fed.position, again.fed.position)
+    assert torch.allclose(first.fed.layers[1], again.fed.layers[1], atol=1e-9)
 
 
 def test_a_model_that_decides_what_queries_see_reads_every_row(monkeypatch):

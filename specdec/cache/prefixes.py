@@ -52,29 +52,35 @@ class Block(NamedTuple):
 
 
 class Lent(NamedTuple):
-    """The rows of a call that read their texts from the beginning, and the blocks that each was lent."""
+    """What rows that read their texts from the beginning need not feed: the blocks that each was lent, and the activations of what was ``read`` for several rows at once."""
 
     prefixes: PrefixCache | None
     blocks: Mapping[int, Sequence[Block]]
+    read: Fed | None = None
 
     def keep(self, cache: Any, fed: Fed | None = None) -> Fed | None:
-        """Keep what the rows hold now; returns the activations ``fed`` of the call's tokens, and before them, row by row, those of lent blocks."""
+        """Keep what the rows hold now; returns the activations ``fed`` of the call's tokens, and before them, row by row, those that were not fed."""
         whole = None if fed is None else self._joined(fed)
         if self.prefixes is not None:
             self.prefixes.keep(cache, self.blocks, whole)
         return whole
 
     def _joined(self, fed: Fed) -> Fed:
-        blocks = [(b, i, block) for b, some in self.blocks.items() for i, block in enumerate(some)]
-        if not blocks:
-            return fed
         one = torch.arange(SIZE)
-        row = torch.cat([*(torch.full_like(one, b) for b, _, _ in blocks), fed.row])
-        position = torch.cat([*(one + SIZE * i for _, i, _ in blocks), fed.position])
-        node = torch.cat([torch.full((SIZE * len(blocks),), -1), fed.node])
+        parts = [
+            Fed(block.seen, torch.full_like(one, b), one + SIZE * i, torch.full_like(one, -1))
+            for b, some in self.blocks.items()
+            for i, block in enumerate(some)
+        ]
+        parts += [part for part in (self.read, fed) if part is not None]
+        if len(parts) == 1:
+            return fed
+        row, position, node = (
+            torch.cat([vars(part)[n] for part in parts]) for n in ("row", "position", "node")
+        )
         order = row.argsort(stable=True)
         layers = {
-            tap: torch.cat([*(block.seen[tap] for _, _, block in blocks), x])[to_device(order, x.device)]
+            tap: torch.cat([part.layers[tap] for part in parts])[to_device(order, x.device)]
             for tap, x in fed.layers.items()
         }
         return Fed(layers, row[order], position[order], node[order])

@@ -28,7 +28,7 @@ Graphs = bool | Literal["auto", "eager", "recorded"]
 class Options(TypedDict, total=False):
     """The settings of ``HFModel`` by name, for functions that pass them on."""
 
-    prefill_chunk: int
+    prefill_chunk: int | None
     unlisted: Literal["packed"] | None
     attention: str
     page: int | None
@@ -63,7 +63,7 @@ class Loading(Options, total=False):
 def check_arguments(
     model: Any,
     tokenizer: Any,
-    prefill_chunk: int,
+    prefill_chunk: int | None,
     attention: str,
     page: int | None,
     graphs: bool | str,
@@ -83,7 +83,10 @@ def check_arguments(
         raise TypeError(
             f"tokenizer is {tokenizer!r}: give the object, AutoTokenizer.from_pretrained(...), or use HFModel.from_pretrained"
         )
-    whole("prefill_chunk", prefill_chunk)
+    if prefill_chunk is not None:
+        at_least(
+            1, "prefill_chunk", prefill_chunk, "give a number of tokens, or None for what suits the device"
+        )
     if page is not None:
         whole("page", page, ", or None for slots of every row")
     if not isinstance(compile, (bool, Mapping)):
@@ -97,8 +100,6 @@ def check_arguments(
             f"kv_dtype is {kv_dtype!r}: give {' or '.join(map(str, DTYPES))}, or None for the model's own dtype"
         )
     check_prefix_cache(prefix_cache)
-    if prefill_chunk < 1:
-        raise ValueError(f"prefill_chunk is {prefill_chunk}: it must be at least 1")
     if page is not None and page < 1:
         raise ValueError(
             f"page is {page}: give the slots of a page, at least 1, or None for slots of every row"

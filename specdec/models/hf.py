@@ -46,7 +46,7 @@ class HFModel(Wrapper):
         model: any ``...ForCausalLM`` of a family in ``SUPPORTED``. It is not modified. Later in-place changes of its weights
             take effect; after moving, casting or replacing them (``load_state_dict(assign=True)``), wrap it again (``cache`` checks).
         tokenizer: needed for text and chat prompts only.
-        prefill_chunk: the most tokens of prompts in one forward, over all rows.
+        prefill_chunk: the most tokens of prompts in one forward, over all rows; ``None``: 8192 on a GPU, else 512.
         unlisted: ``"packed"`` tries a family that is not listed, after comparing it with its own plain forward.
         attention: how attention is computed, a name of ``kernels.attention.BACKENDS``: ``"packed"``, ``"padded"`` to the longest row,
             ``"decomposed"`` into fragments (docs/decomposition.md), ``"native"`` (C, on the CPU), ``"cpu"`` (C where it can), or, on a GPU, ``"triton"``,
@@ -86,7 +86,7 @@ class HFModel(Wrapper):
         model: PreTrainedModel,
         tokenizer: Any = None,
         *,
-        prefill_chunk: int = 512,
+        prefill_chunk: int | None = None,
         unlisted: Literal["packed"] | None = None,
         attention: str = "auto",
         page: int | None = None,
@@ -149,7 +149,7 @@ class HFModel(Wrapper):
         dtype: Any = "auto",
         device_map: Any = None,
         tokenizer: Any = None,
-        prefill_chunk: int = 512,
+        prefill_chunk: int | None = None,
         unlisted: Literal["packed"] | None = None,
         attention: str = "auto",
         page: int | None = None,
@@ -337,7 +337,8 @@ class HFModel(Wrapper):
         if not packed.rows:
             width = self.clone.config.get_text_config().hidden_size
             return None, {tap: torch.zeros(0, width, dtype=self.dtype, device=self.device) for tap in taps}
-        limit = packed.limit(self.prefill_chunk, wanted)
+        chunk = self.prefill_chunk or (8192 if self.device.type == "cuda" else 512)
+        limit = packed.limit(chunk, wanted)
         logits: list[Tensor] = []
         caught = listening(self.clone, taps) if taps else {}
         with _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode():

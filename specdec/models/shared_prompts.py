@@ -1,5 +1,5 @@
 """Prompts that are equal or begin alike: what they share is fed once, and other rows share its pages, or copy its keys and values in slots. What
-earlier calls have read is copied from ``cache.prefixes``."""
+earlier calls have read is copied from ``model.prefixes``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from specdec.cache.contiguous import SlotCache
 from specdec.cache.paged import PagedCache
 from specdec.cache.prefixes import NOTHING, Lent
-from specdec.types import Context, common
+from specdec.kernels.device import to_device
+from specdec.types import Context, Fed, common
 
 LEAST = 128  # tokens to save; below that, a second forward costs as much
 
@@ -25,22 +26,27 @@ def reading(
     """A context in which prompts are read. At its beginning, empty rows get what other rows of the call or earlier prompts share with them; if it fails, they are empty again.
 
     Args:
-        taps: layers whose activations are wanted of every position; rows then share nothing, and earlier prompts have kept them.
+        taps: layers whose activations are wanted of every position; then only equal prompts are shared, and earlier ones have kept them.
         own: whether the model's rows see all of their text; otherwise nothing is shared.
     """
     if not own or type(cache) not in (SlotCache, PagedCache) or context.batch != cache.batch:
         yield NOTHING
         return
-    empty = []
+    empty, length = [], context.length.tolist()
     if model.prefixes is not None:
-        asked, length = None if rows is None else set(rows.tolist()), context.length.tolist()
-        empty = [
-            b for b in cache.empty_rows() if (asked is None or b in asked) and length[b] <= cache.capacity
-        ]
+        empty = [b for b in _empty(cache, rows) if length[b] <= cache.capacity]
     try:
-        if not taps:
+        read: Fed | None = None
+        if taps:
+            read = share_read(model, cache, context, rows, taps)
+        else:
             share_prompts(model, cache, context, rows)
-        yield model.prefixes.lend(cache, context, empty, taps) if empty else NOTHING
+        shared = (
+            set() if read is None else set(read.row.tolist())
+        )  # whose blocks the call that read them has kept
+        unread = [b for b in empty if b not in shared]
+        lent = model.prefixes.lend(cache, context, unread, taps) if unread else NOTHING
+        yield lent._replace(read=read)
     except BaseException:
         for b in empty:
             cache.forget(b)
@@ -57,12 +63,10 @@ def share_prompts(model: Any, cache: Any, context: Context, rows: Tensor | None)
         model: whose ``prefill`` feeds the rows; ``model.readers`` are its members that read them, if it has any.
         cache: a ``SlotCache`` or a ``PagedCache``.
     """
-    empty = cache.empty_rows()
+    empty = _empty(cache, rows)
     if len(empty) < 2:
         return
-    asked = None if rows is None else set(rows.tolist())
     words, length = context.tokens.numpy(), context.length.tolist()
-    empty = [b for b in empty if asked is None or b in asked]
     alike: dict[tuple[bytes, int], list[int]] = {}
     starts: dict[tuple[bytes, int], int] = {}
     shared: list[tuple[int, int]] = []  # how many rows share how many tokens
@@ -91,3 +95,41 @@ def share_prompts(model: Any, cache: Any, context: Context, rows: Tensor | None)
     for one, *others in groups:
         for b in others:
             cache.take(b, cache, one)
+
+
+def share_read(
+    model: Any, cache: Any, context: Context, rows: Tensor | None, taps: Sequence[int]
+) -> Fed | None:
+    """Feed equal prompts of empty rows once, where that saves ``LEAST`` tokens.
+
+    Returns:
+        the activations of all these rows but at their last tokens, which each row feeds again; ``None`` if there are none.
+    """
+    words, length = context.tokens.numpy(), context.length.tolist()
+    alike: dict[bytes, list[int]] = {}
+    for b in _empty(cache, rows):
+        alike.setdefault(words[b, : length[b]].tobytes(), []).append(b)
+    groups = [group for group in alike.values() if len(group) > 1]
+    shared = [(len(group), length[group[0]] - 1) for group in groups]
+    if sum((count - 1) * tokens for count, tokens in shared) < LEAST:
+        return None
+    if isinstance(cache, PagedCache):
+        cache.expect([length[b] for group in alike.values() for b in group], shared)
+    fed = model.score(cache, context, rows=torch.tensor([group[0] for group in groups]), taps=taps).fed
+    source, row = list[Tensor](), list[Tensor]()
+    for group in groups:
+        at = ((fed.row == group[0]) & (fed.position < length[group[0]] - 1)).nonzero()[:, 0]
+        for b in group:
+            source.append(at)
+            row.append(torch.full_like(at, b))
+            if b != group[0]:
+                cache.take(b, cache, group[0])
+    at = torch.cat(source)
+    layers = {tap: x[to_device(at, x.device)] for tap, x in fed.layers.items()}
+    return Fed(layers, torch.cat(row), fed.position[at], fed.node[at])
+
+
+def _empty(cache: Any, rows: Tensor | None) -> list[int]:
+    """The rows of ``rows`` (``None``: all) that hold no token."""
+    asked = None if rows is None else set(rows.tolist())
+    return [b for b in cache.empty_rows() if asked is None or b in asked]
