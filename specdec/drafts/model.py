@@ -27,8 +27,37 @@ class ModelState(NamedTuple):
     proposal: Proposal | None  # its nodes are in the cache
 
 
+class OneModel:
+    """The methods of a draft, except ``propose``, whose ``model`` has the nodes that were proposed last in its cache."""
+
+    model: LanguageModel
+
+    def init(self, context: Context, target_cache: Any) -> ModelState:
+        return self.prepare(self.empty(context), context, None)
+
+    def empty(self, context: Context) -> ModelState:
+        """A state that has read nothing."""
+        return ModelState(self.model.cache(context.batch, context.tokens.shape[1]), None)
+
+    def prepare(self, state: ModelState, context: Context, rows: Tensor | None) -> ModelState:
+        """Feed unread tokens of ``rows`` (``None``: all), so that the next ``propose`` need not."""
+        self.model.prefill(state.cache, readable(context, self.model), rows)
+        return state
+
+    def observe(self, state: ModelState, round: Round) -> ModelState:
+        if state.proposal is round.proposal:  # otherwise the cache holds another tree, which sync notices
+            state.cache.commit(round.context, round.verdict)
+        return ModelState(state.cache, None)
+
+    def select(self, state: ModelState, rows: Tensor) -> ModelState:
+        return ModelState(state.cache.select(rows), None)
+
+    def join(self, state: ModelState, other: ModelState) -> ModelState:
+        return ModelState(state.cache.join(other.cache), None)
+
+
 @dataclass(frozen=True)
-class Model:
+class Model(OneModel):
     """Draws a chain from ``model``, one forward a token; at temperature 0 it is the greedy chain.
 
     Each token is one ``score``. With captured steps (``HFModel(graphs=...)``) the whole chain is one of them, if the model's own class
@@ -62,18 +91,6 @@ class Model:
         fast = None if self.stop else captured(self.model, mine, size)
         return replace(self, sampling=mine, vocab_size=size, captured=fast)
 
-    def init(self, context: Context, target_cache: Any) -> ModelState:
-        return self.prepare(self.empty(context), context, None)
-
-    def empty(self, context: Context) -> ModelState:
-        """A state that has read nothing."""
-        return ModelState(self.model.cache(context.batch, context.tokens.shape[1]), None)
-
-    def prepare(self, state: ModelState, context: Context, rows: Tensor | None) -> ModelState:
-        """Feed unread tokens of ``rows`` (``None``: all), so that the next ``propose`` need not."""
-        self.model.prefill(state.cache, readable(context, self.model), rows)
-        return state
-
     def propose(
         self, state: ModelState, context: Context, budget: Tensor, rng: Rng
     ) -> tuple[Proposal, ModelState]:
@@ -89,17 +106,6 @@ class Model:
                 draw.draw(scores.logits[:, 0], rng)
             proposal = draw.proposal()
         return proposal, ModelState(state.cache, proposal if proposal.nodes else None)
-
-    def observe(self, state: ModelState, round: Round) -> ModelState:
-        if state.proposal is round.proposal:  # otherwise the cache holds another tree, which sync notices
-            state.cache.commit(round.context, round.verdict)
-        return ModelState(state.cache, None)
-
-    def select(self, state: ModelState, rows: Tensor) -> ModelState:
-        return ModelState(state.cache.select(rows), None)
-
-    def join(self, state: ModelState, other: ModelState) -> ModelState:
-        return ModelState(state.cache.join(other.cache), None)
 
 
 def as_draft(given: Any, name: str) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,17 +16,17 @@ from specdec.arguments import whole
 from specdec.capabilities import DraftInfo
 from specdec.drafts.coerce import as_model
 from specdec.drafts.draw import fitted, with_distributions
-from specdec.drafts.model import Model, ModelState, readable
+from specdec.drafts.model import ModelState, OneModel, readable
 from specdec.drafts.siblings import Drawing, Independent
 from specdec.kernels.topk import topk
 from specdec.protocols import LanguageModel
 from specdec.rng import Key, Rng
 from specdec.sampling import Sampling, logits_of
-from specdec.types import Context, Proposal, Round
+from specdec.types import Context, Proposal
 
 
 @dataclass(frozen=True)
-class Tree:
+class Tree(OneModel):
     """Every node at depth d gets ``widths[d]`` children. There is one forward for each level.
 
     Args:
@@ -80,15 +79,6 @@ class Tree:
     def nodes(self, length: int) -> int:
         """Nodes of a tree whose longest path is ``length``."""
         return sum(prod(self.widths[: d + 1]) for d in range(min(length, len(self.widths))))
-
-    def init(self, context: Context, target_cache: Any) -> ModelState:
-        return Model(self.model).init(context, target_cache)
-
-    def empty(self, context: Context) -> ModelState:
-        return Model(self.model).empty(context)
-
-    def prepare(self, state: ModelState, context: Context, rows: Tensor | None) -> ModelState:
-        return Model(self.model).prepare(state, context, rows)
 
     def propose(
         self, state: ModelState, context: Context, budget: Tensor, rng: Rng
@@ -143,12 +133,3 @@ class Tree:
         source = torch.cat(sources, 1) if sources else None
         proposal = with_distributions(sofar, distributions, source)
         return proposal, ModelState(state.cache, proposal)
-
-    def observe(self, state: ModelState, round: Round) -> ModelState:
-        return Model(self.model).observe(state, round)
-
-    def select(self, state: ModelState, rows: Tensor) -> ModelState:
-        return Model(self.model).select(state, rows)
-
-    def join(self, state: ModelState, other: ModelState) -> ModelState:
-        return Model(self.model).join(state, other)

@@ -18,7 +18,7 @@ from specdec.cost.rounds import RoundTable
 from specdec.decoder import Decoder
 from specdec.executors.serial import Serial
 from specdec.lab.auto_runs import Measured, drained, each, estimates, of_kind, reading
-from specdec.lab.console import progress, table
+from specdec.lab.console import Framed, progress, table
 from specdec.parts import as_draft
 from specdec.prompts import Prompts, rows_of
 from specdec.selectors.fixed import Fixed
@@ -29,7 +29,7 @@ COLUMNS = ("method", "batch", "tau", "milliseconds", "tokens_per_second", "ratio
 
 
 @dataclass(frozen=True, eq=False)
-class Auto:
+class Auto(Framed):
     """What was measured, and a decoder that acts on it.
 
     Attributes:
@@ -46,12 +46,6 @@ class Auto:
     def best(self) -> dict[int, str]:
         """Batch -> the fastest method, plain decoding included."""
         return {row["batch"]: row["method"] for row in self.rows if row["best"]}
-
-    def frame(self) -> Any:
-        """The rows as a pandas ``DataFrame``."""
-        import pandas
-
-        return pandas.DataFrame(self.rows)
 
     def why(self, selection: Any, row: int) -> str:
         """Why a row is decoded as it is now.

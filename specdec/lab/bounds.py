@@ -19,7 +19,7 @@ from specdec.arguments import at_least
 from specdec.builder import DraftLike
 from specdec.drafts.coerce import ModelLike
 from specdec.lab import plots
-from specdec.lab.console import table
+from specdec.lab.console import Framed, table
 from specdec.lab.replaying import prepared
 from specdec.lab.traces import Trace
 from specdec.rng import Key, Philox, seeds
@@ -33,7 +33,7 @@ FIGURES = ("acceptance", "optimum", "independent", "single")
 
 
 @dataclass(frozen=True, eq=False)
-class Optimality:
+class Optimality(Framed):
     """Acceptance beside its optimum; printed, it is a table.
 
     Attributes:
@@ -47,12 +47,6 @@ class Optimality:
 
     def __repr__(self) -> str:
         return table(self.rows, ("depth", "candidates", "chosen", "verifier", *FIGURES, "positions"))
-
-    def frame(self) -> Any:
-        """The rows as a pandas ``DataFrame``."""
-        import pandas
-
-        return pandas.DataFrame(self.rows)
 
     def plot(self) -> Any:
         """A matplotlib figure: acceptance over the number of candidates."""

@@ -11,7 +11,7 @@ import numpy as np
 from specdec.audit.tau import Efficiency
 from specdec.lab import plots
 from specdec.lab.bootstrap import LEAST, Clusters, efficiency, interval
-from specdec.lab.console import table
+from specdec.lab.console import Framed, table
 from specdec.lab.replays import Replay
 from specdec.lab.simulating import Simulation
 
@@ -19,18 +19,12 @@ Result = Replay | Simulation
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class Comparison(Framed):
     """Rows of ``compare``; printed, it is a table with the answer below. ``close``: the methods whose ratio to the best one may be 1."""
 
     rows: list[dict[str, Any]]
     reference: str
     close: list[str]
-
-    def frame(self) -> Any:
-        """The rows as a pandas ``DataFrame``."""
-        import pandas
-
-        return pandas.DataFrame(self.rows)
 
     @property
     def answer(self) -> str:

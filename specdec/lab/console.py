@@ -58,3 +58,15 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
         return "  ".join(v.ljust(w) if i < 2 else v.rjust(w) for i, (v, w) in enumerate(zip(line, widths)))
 
     return "\n".join([text(lines[0]), "  ".join("-" * w for w in widths), *map(text, lines[1:])])
+
+
+class Framed:
+    """A result with ``rows`` of figures."""
+
+    rows: Any
+
+    def frame(self) -> Any:
+        """The rows as a pandas ``DataFrame``."""
+        import pandas
+
+        return pandas.DataFrame(self.rows)

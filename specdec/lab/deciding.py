@@ -12,7 +12,7 @@ from specdec.lab import plots
 from specdec.lab.bootstrap import LEAST, Clusters, interval
 from specdec.lab.clock import middle
 from specdec.lab.comparing import Result, by_name, lossy
-from specdec.lab.console import table
+from specdec.lab.console import Framed, table
 from specdec.lab.timing import Times
 
 PLAIN = "plain"
@@ -34,7 +34,7 @@ class Uncertain(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Decision:
+class Decision(Framed):
     """Rows of ``decide``, best first at each place; printed, it says what to use where."""
 
     rows: list[dict[str, Any]]
@@ -43,12 +43,6 @@ class Decision:
     def best(self) -> list[dict[str, Any]]:
         """The best row of each place."""
         return [row for row in self.rows if row["rank"] == 1]
-
-    def frame(self) -> Any:
-        """The rows as a pandas ``DataFrame``."""
-        import pandas
-
-        return pandas.DataFrame(self.rows)
 
     def __repr__(self) -> str:
         columns = (

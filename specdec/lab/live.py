@@ -17,7 +17,7 @@ from specdec.generation import Generation
 from specdec.lab import plots
 from specdec.lab.clock import sync
 from specdec.lab.comparing import lossy
-from specdec.lab.console import progress, table
+from specdec.lab.console import Framed, progress, table
 from specdec.lab.paired import mean_interval
 from specdec.prompts import Prompts, rows_of
 from specdec.stats import Stats
@@ -37,17 +37,11 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, eq=False)
-class Live:
+class Live(Framed):
     """Rows of ``compare``; printed, it is a table with the best decoder at each batch below."""
 
     rows: list[dict[str, Any]]
     reference: str
-
-    def frame(self) -> Any:
-        """The rows as a pandas ``DataFrame``."""
-        import pandas
-
-        return pandas.DataFrame(self.rows)
 
     @property
     def best(self) -> dict[int, str]:

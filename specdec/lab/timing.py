@@ -15,13 +15,13 @@ from specdec.builder import Builder
 from specdec.decoder import Decoder
 from specdec.lab import plots
 from specdec.lab.clock import middle, sync
-from specdec.lab.console import progress, table
+from specdec.lab.console import Framed, progress, table
 from specdec.prompts import Prompts, rows_of
 from specdec.types import Round
 
 
 @dataclass(frozen=True, eq=False)
-class Times:
+class Times(Framed):
     """Measured round times.
 
     Attributes:
@@ -61,12 +61,6 @@ class Times:
             dict(zip(names, key)) | {"seconds": float(middle(some)), "least": min(some), "most": max(some)}
             for key, some in self.rounds.items()
         ]
-
-    def frame(self) -> Any:
-        """The rows as a pandas ``DataFrame``."""
-        import pandas
-
-        return pandas.DataFrame(self.rows)
 
     def plot(self) -> Any:
         """A matplotlib figure: milliseconds of a round of every method, and the range of the repeats; a panel for each batch and context."""
