@@ -8,7 +8,7 @@ from specdec.drafts.heads.draft import Head
 from specdec.drafts.heads.dspark import DSpark
 from specdec.drafts.heads.dynamic_tree import DynamicTree
 from specdec.drafts.heads.eagle3 import Eagle3
-from specdec.drafts.heads.features import Features
+from specdec.drafts.heads.features import Features, committed, fresh
 from specdec.drafts.heads.formats.export import export
 from specdec.drafts.heads.load import load
 from specdec.drafts.heads.medusa import Medusa
@@ -32,6 +32,8 @@ __all__ = [
     "Medusa",
     "PEagle",
     "StaticTree",
+    "committed",
     "export",
+    "fresh",
     "load",
 ]
