@@ -351,6 +351,28 @@ def test_lengths_have_their_mean(name):
     assert name == "equal" or any(lengths(name, 32, 400, seed) != found for seed in (1, 2, 3))
 
 
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("batch", [1, 2, 3, 9, 15])
+@pytest.mark.parametrize("mean", [8, 30, 130, 1990])
+def test_lengths_of_few_or_short_rows_have_their_mean(name, batch, mean):
+    found = [lengths(name, batch, mean, seed) for seed in range(40)]
+    assert all(len(some) == batch and 8 <= min(some) <= max(some) <= 1990 for some in found)
+    assert np.mean(found) == pytest.approx(mean, rel=0.04, abs=0.5)
+    if name == "one_long" and batch > 1 and mean == 30:
+        assert {tuple(sorted(some)) for some in found} == {(8,) * (batch - 1) + (30 * batch - 8 * (batch - 1),)}
+
+
+def test_lengths_that_cannot_be_are_refused():
+    for says, arguments in (
+        ("name is 'long': give one of equal", ("long", 4, 100, 0)),
+        ("batch is 0: give at least 1", ("one_long", 0, 100, 0)),
+        ("mean is 2000: give 8 to longest, 1990", ("one_long", 4, 2000, 0)),
+        ("mean is 7", ("equal", 4, 7, 0)),
+    ):
+        with pytest.raises(ValueError, match=says):
+            lengths(*arguments)
+
+
 def test_the_simulated_oracle_is_the_best_ratio_of_sums():
     mean = np.array([1.5, 3.0, 5.9])
     a = acceptance(mean)

@@ -10,12 +10,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specdec.arguments import at_least
 from specdec.data.corpus import DOMAINS
 from specdec.data.prompts import prompts
 from specdec.types import Context
 
 DISTRIBUTIONS = ("equal", "lognormal", "bimodal", "one_long")
 """Of ``lengths``."""
+
+SHORTEST = 8
+"""Tokens of a row of ``lengths``."""
 
 
 class Workload(NamedTuple):
@@ -61,28 +65,40 @@ def workload(
 
 
 def lengths(name: str, batch: int, mean: int, seed: int, longest: int = 1990) -> list[int]:
-    """Tokens of each row in random order, ``mean`` on average, at most ``longest``.
+    """Tokens of each row in random order, ``mean`` on average (for ``"bimodal"`` over seeds), at least 8 and at most ``longest``.
 
     Args:
-        name: one of ``DISTRIBUTIONS``.
+        name: one of ``DISTRIBUTIONS``. Long rows of ``"bimodal"`` and ``"one_long"`` are shorter where the mean leaves the others fewer than 8 tokens;
+            a single row has ``mean``.
+    Raises:
+        ValueError: no such distribution, no rows, or a mean below 8 or above ``longest``.
     """
+    if name not in DISTRIBUTIONS:
+        raise ValueError(f"name is {name!r}: give one of {', '.join(DISTRIBUTIONS)}")
+    at_least(1, "batch", batch, "give at least 1")
+    if not SHORTEST <= mean <= longest:
+        raise ValueError(f"mean is {mean}: give {SHORTEST} to longest, {longest}")
     rng = random.Random(f"{name} {batch} {seed}")
-    if name == "equal":
+    if name == "equal" or batch == 1:
         return [mean] * batch
     if name == "one_long":
-        made = [float(longest)] + [(mean * batch - longest) / (batch - 1)] * (batch - 1)
+        long = min(float(longest), mean * batch - SHORTEST * (batch - 1))
+        made = [long] + [(mean * batch - long) / (batch - 1)] * (batch - 1)
     elif name == "bimodal":
         long = max(1, round(batch / 6))
         made = [rng.uniform(0.85, 1.0) * longest for _ in range(long)]
+        share = min(1.0, (mean * batch - SHORTEST * (batch - long)) / sum(made))
+        made = [max(n * share, float(mean)) for n in made]
         rest = (mean * batch - sum(made)) / (batch - long)
-        made += [rest * rng.uniform(0.8, 1.2) for _ in range(batch - long)]
+        spread = max(0.0, min(0.2, longest / rest - 1, 1 - SHORTEST / rest))
+        made += [rest * rng.uniform(1 - spread, 1 + spread) for _ in range(batch - long)]
     else:
         made = [rng.lognormvariate(0.0, 1.0) for _ in range(batch)]
-        for _ in range(50):  # clip to the longest and give the excess to the others
+        for _ in range(50):  # clip, and give what is too much to the others
             scale = mean * batch / sum(made)
-            made = [min(n * scale, longest) for n in made]
+            made = [min(max(n * scale, SHORTEST), longest) for n in made]
     rng.shuffle(made)
-    return [max(8, round(n)) for n in made]
+    return [max(SHORTEST, round(n)) for n in made]
 
 
 CODE = re.compile(
