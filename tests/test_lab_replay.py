@@ -330,6 +330,24 @@ def test_what_an_ngram_proposes_is_counted_in_full(target, tmp_path):
     assert torch.equal(requests.size[0], replay.proposed)
 
 
+@pytest.mark.parametrize("greedy", [False, True])
+def test_only_what_is_stored_of_a_law_is_copied_to_the_host(target, tmp_path, monkeypatch, greedy):
+    """The largest probabilities are chosen where the distributions are; they, their ids and the rest are those of the whole distributions."""
+    how = {**HOW, "sampling": sd.Sampling(temperature=0.0 if greedy else 1.0)}
+    whole = lab.record(target, prompts(3), tmp_path / "whole", **how)
+    copied, cpu = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda t: copied.append(tuple(t.shape)) or cpu(t))
+    few = lab.record(target, prompts(3), tmp_path / "few", keep=4, **how)
+    assert (3, 4) in copied
+    assert not [shape for shape in copied if shape[-1:] == (V,)]
+    for number in range(3):
+        top, law = whole.law(number).probs.topk(4), few.law(number)
+        assert torch.equal(law.probs, top.values)
+        assert torch.equal(law.ids, top.indices)
+        rest = (1 - top.values.double().sum(1)).clamp(min=0).float()
+        assert torch.equal(law.rest, rest)
+
+
 def test_texts_end_at_an_end_token(target, tmp_path):
     how = {**HOW, "eos_token_id": (3, 7, 11)}
     trace = lab.record(target, prompts(40), tmp_path / "t", **how)

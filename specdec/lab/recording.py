@@ -174,18 +174,22 @@ class _How:
             if round.probs is None:
                 assert round.target_argmax is not None
                 V = self.target.vocab_size
-                laws = torch.nn.functional.one_hot(round.target_argmax[:, 0], V).float().cpu()
+                laws = torch.nn.functional.one_hot(round.target_argmax[:, 0], V).float()
             else:
-                laws = round.probs[:, 0].float().cpu()
-            drawn = laws.gather(1, round.verdict.tokens[:, :1])[:, 0]
-            top = laws.topk(self.kept) if self.kept < laws.shape[1] else None
+                laws = round.probs[:, 0].float()
+            drawn = laws.gather(1, round.verdict.tokens[:, :1].to(laws.device))[:, 0].cpu()
+            ids = None
+            if self.kept < laws.shape[1]:  # where the laws are, so that only what is kept is copied
+                laws, ids = laws.topk(self.kept)
+                ids = ids.int().cpu()
+            laws = laws.cpu()
             for b, request in enumerate(round.context.request.tolist()):
                 to = seen[request]
                 to["own"].append(drawn[b])
-                to["probs"].append(laws[b] if top is None else top.values[b])
-                if top is not None:
-                    to["ids"].append(top.indices[b].int())
-                    to["rest"].append((1 - top.values[b].double().sum()).clamp(min=0).float())
+                to["probs"].append(laws[b])
+                if ids is not None:
+                    to["ids"].append(ids[b])
+                    to["rest"].append((1 - laws[b].double().sum()).clamp(min=0).float())
             if round.scores.fed is not None:
                 fed = round.scores.fed
                 layers = torch.stack([fed.layers[layer].float().cpu() for layer in self.taps], 1)
