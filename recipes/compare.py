@@ -4,7 +4,7 @@
     python recipes/compare.py --drafts vanilla=pocket-vanilla ngram mine=path/to/draft --k 2,4,8
 
 The target's texts after the prompts are recorded in --trace (a later run continues it, and a finished one is read), and every draft is
-replayed on them (docs/lab.md), so a new draft costs seconds (`prompts_per_minute`: of the replay, or of reading an earlier one's result). --prompts is a JSON-lines file with a "prompt" or a list of "turns" a line, and an
+replayed on them (docs/lab.md), so a new draft costs seconds (`prompts_per_minute`: of the replay, or of reading an earlier one's result). --prompts is a JSON-lines file with a "prompt", a list of "turns" or a chat's "messages" a line, and an
 optional "category" and "source" (prompts of one source are one cluster of the bootstrap); default: the held-out prompts of the pocket corpus. A
 draft is a pocket model, a folder, or one of ngram, magicdec, windowed:DRAFT and fp8:DRAFT (keys and values of eight bits). One with another
 tokenizer than the target's proposes tokens that both have (drafts.Translated), or, as text:DRAFT, its text in the target's tokens (drafts.TextMatch).
@@ -39,7 +39,7 @@ class Settings(Plotted):
     prompts: str | None = option(
         None, "JSON-lines file of prompts (default: the held-out ones)", metavar="FILE"
     )
-    context: int = option(960, "longer prompts are cut to this many tokens at their end (0: never)")
+    context: int = option(960, "longer plain prompts are cut to this many tokens at their end (0: never)")
     trace: str = option("runs/trace", "folder of the recorded texts")
     k: tuple[int, ...] = option((4,), "block lengths", metavar="N")
     new_tokens: int = option(64, "positions of each text at which rounds start")

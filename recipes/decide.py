@@ -6,8 +6,8 @@
 Every draft is tried with every length of --k, and heads that draft trees with trees of --trees nodes, beside plain decoding: all in turn on one half of the
 prompts (sd.compare). The fastest at each batch is then decoded beside plain decoding again, on the other half, since the fastest of many owes a part
 of its lead to luck. A draft is a pocket model, a folder or a hub id, of a causal LM, a SPIRe draft or a head, or one of ngram, suffix and magicdec. Models
-go to the GPU if there is one. --prompts is a JSON-lines file with a "prompt" or a list of "turns" a line, and an optional "source" (prompts
-of one source are in one half); default: the shipped development prompts.
+go to the GPU if there is one. --prompts is a JSON-lines file with a "prompt", a list of "turns" (of which the first is decoded) or a chat's "messages" a
+line, and an optional "source" (prompts of one source are in one half); default: the shipped development prompts.
 
 Rows `part, method, batch, tokens_per_second, tau, ratio, ratio_low, ratio_high, ...` as of sd.compare; part is `search`, or `again` for the second
 comparison. Seconds are of all rounds, without the target's reading of the prompt.
@@ -21,12 +21,12 @@ from typing import Any
 import checkout  # noqa: F401
 
 import specdec as sd
-from specdec.capabilities import DraftInfo
+from specdec.capabilities import DraftInfo, ModelInfo
 from specdec.lab.console import progress, short_errors
 from specdec.lab.contenders import Contender
 from specdec.lab.live import Live
 from specdec.lab.options import option, parse
-from specdec.lab.prompt_file import by_turns, prompt_entries, shipped
+from specdec.lab.prompt_file import by_turns, cut, read, shipped
 from specdec.lab.recipe import Plotted
 from specdec.parts import as_draft
 
@@ -47,27 +47,31 @@ class Settings(Plotted):
     prompts: str | None = option(
         None, "JSON-lines file of prompts (default: the shipped development prompts)", metavar="FILE"
     )
-    context: int = option(512, "longer prompts are cut to this many tokens at their end (0: never)")
+    context: int = option(512, "longer plain prompts are cut to this many tokens at their end (0: never)")
     new_tokens: int = option(64, "of each row")
     batches: tuple[int, ...] = option((1, 4), "rows at a time", metavar="N")
     temperature: float = option(1.0, "of the target and the drafts (0: greedy)")
     repeats: int = option(6, "counted runs of each decoder and batch, in each comparison")
 
 
-def halves(s: Settings, tokenizer: Any) -> tuple[list[list[int]], list[list[int]]]:
+def halves(s: Settings, target: Any) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts to choose on, and others to compare on; prompts of one source are in one half."""
-    if s.prompts:
-        entries = prompt_entries(s.prompts, tokenizer, s.context)
-    else:
-        entries = by_turns(shipped(split="validation"))
+    found = read(s.prompts) if s.prompts else by_turns(shipped(split="validation"))
+    entries = cut(found, target.tokenizer, s.context)
     sources = [entry.source or entry.name for entry in entries]  # without one, a prompt is its own
     order = {source: number for number, source in enumerate(dict.fromkeys(sources))}
     if len(order) < 2:
         raise SystemExit(
             f"--prompts {s.prompts}: all prompts have one source, and the fastest decoder is measured again on prompts of others: give prompts of at least two"
         )
-    ids = [entry.ids(tokenizer) for entry in entries]
-    rows = [one[-s.context :] if s.context else one for one in ids]
+    rows = [entry.ids(target.tokenizer) for entry in entries]
+    limit = ModelInfo.of(target).max_positions
+    for entry, row in zip(entries, rows):
+        if limit is not None and len(row) + s.new_tokens > limit:
+            raise SystemExit(
+                f"{entry.name} has {len(row)} tokens, and with --new-tokens {s.new_tokens} they exceed the target's {limit} positions: shorten it or leave "
+                "it out (plain prompts are cut with --context, chats are not)"
+            )
     first, second = (
         [row for row, source in zip(rows, sources) if order[source] % 2 == half] for half in (0, 1)
     )
@@ -119,7 +123,7 @@ def main(s: Settings) -> Live:
         target = sd.decoder(s.target).build().target
         if target.tokenizer is None:
             raise SystemExit(f"--target {s.target}: it has no tokenizer: save one into its folder")
-        learn, test = halves(s, target.tokenizer)
+        learn, test = halves(s, target)
         made = decoders(s, target)
         found = sd.compare(made, learn, s.batches, s.repeats, s.new_tokens, PLAIN, s.seed)
     print(f"{found}\n")

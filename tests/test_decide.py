@@ -10,6 +10,8 @@ from recipe_runs import imported, report
 import specdec as sd
 from specdec import zoo
 
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
 
 @pytest.fixture(scope="module")
 def recipe():
@@ -45,13 +47,35 @@ def test_prompts_of_one_source_are_in_one_half(recipe, target, tmp_path):
     rows = [{"prompt": f"text {n}", "source": source} for n, source in enumerate("abac")]
     file.write_text("\n".join(map(json.dumps, [*rows, {"prompt": "alone"}])))
     s = recipe.Settings(prompts=str(file), context=0)
-    texts = [[target.tokenizer.decode(row) for row in half] for half in recipe.halves(s, target.tokenizer)]
+    texts = [[target.tokenizer.decode(row) for row in half] for half in recipe.halves(s, target)]
     assert texts == [["text 0", "text 2", "text 3"], ["text 1", "alone"]]
     file.write_text(json.dumps(rows[0]))
     with pytest.raises(SystemExit, match="give prompts of at least two"):
-        recipe.halves(s, target.tokenizer)
+        recipe.halves(s, target)
     short = recipe.Settings(context=7)
-    assert {len(row) for half in recipe.halves(short, target.tokenizer) for row in half} == {7}
+    assert {len(row) for half in recipe.halves(short, target) for row in half} == {7}
+
+
+@pytest.fixture
+def chatty(target, monkeypatch):
+    monkeypatch.setattr(target.tokenizer, "chat_template", CHAT)
+    return target
+
+
+def test_chats_stay_whole_and_what_is_too_long_is_refused(recipe, chatty, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one two " * 40}]
+    lines = [{"messages": talk}, {"turns": ["one two " * 40]}, {"prompt": "one two " * 40}]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    s = recipe.Settings(prompts=str(file), context=16)
+    (chat, plain), (turns,) = recipe.halves(s, chatty)
+    text = chatty.tokenizer.decode(chat)
+    assert text.startswith("<system>Be brief.<user>one two")
+    assert text.endswith("<assistant>")
+    assert len(plain) == 16 < len(turns) < len(chat)
+    long = recipe.Settings(prompts=str(file), context=16, new_tokens=2048 - len(chat) + 1)
+    with pytest.raises(SystemExit, match=r"line 1 of prompts.jsonl has \d+ tokens.*2048 positions: shorten it"):
+        recipe.halves(long, chatty)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_an_unknown_field_is_named(tmp_path):
     path.write_text('{"prompt": "a"}\n{"prompt": "x", "catgory": "code"}\n')
     with pytest.raises(
         ValueError,
-        match=r"line 2 of p\.jsonl has an unknown field 'catgory' \(did you mean 'category'\?\): give prompt or turns",
+        match=r"line 2 of p\.jsonl has an unknown field 'catgory' \(did you mean 'category'\?\): give prompt, turns or messages",
     ):
         read(path)
 

@@ -27,7 +27,7 @@ from specdec.audit.tau import efficiency, magicdec_chances, parallel_chances, sp
 from specdec.drafts.spire import SpireModel
 from specdec.executors import Pipelined
 from specdec.lab import recorder, timing
-from specdec.lab.prompt_file import Entry, pieces, read, shipped
+from specdec.lab.prompt_file import Entry, pieces, prompt_entries, read, shipped
 from specdec.lab.selection import Requests
 
 V, K = 23, 3
@@ -782,6 +782,17 @@ def test_drafts_are_compared_under_two_verifiers(trace):
         (['{"prompt": 3}'], r"line 1 of p.jsonl: prompt is \[3\]: give a text"),
         (['{"turns": ["a", 3]}'], "give a list of texts"),
         (['{"turns": []}'], "turns is empty"),
+        (['{"prompt": "a", "messages": []}'], "line 1 of p.jsonl is not an object with either"),
+        (['{"messages": "a"}'], r"line 1 of p.jsonl: messages is 'a': give a list of \{\"role\""),
+        (['{"messages": []}'], "line 1 of p.jsonl: messages has none of the user's: give at least one"),
+        (['{"messages": [{"role": "user"}]}'], "message 1 has role: give role and content"),
+        (
+            ['{"messages": [{"role": "user", "content": "a", "tool_calls": []}]}'],
+            "message 1 has role, content, tool_calls: give role and content, and nothing else",
+        ),
+        (['{"messages": [{"role": "tool", "content": "a"}]}'], "message 1 has the role 'tool': give system, user"),
+        (['{"messages": [{"role": "user", "content": ["a"]}]}'], r"message 1 has the content \['a'\]: give a text"),
+        (['{"messages": [{"role": "user", "content": " "}]}'], "line 1 of p.jsonl: messages is empty"),
         ([""], "has no prompts"),
         (['{"prompt": "a", "category": "all"}'], 'category is "all"'),
     ],
@@ -814,14 +825,33 @@ def test_turns_follow_the_targets_own_answers(tmp_path):
     assert tok.decode(second.ids[: second.prompt]) == f"<user>ab<assistant>{answer}<user>cd"
     assert trace.categories == ["talk", "talk", "uncategorised"]
     tok.chat_template = None
-    with pytest.raises(ValueError, match=r"line 1 of p\.jsonl: turns need a chat template"):
+    with pytest.raises(ValueError, match=r"line 1 of p\.jsonl: turns and messages need a chat template"):
+        lab.record(model, read(path), tmp_path / "u", 4, 2, progress=False)
+
+
+def test_messages_are_a_conversation_up_to_the_users_last(tmp_path):
+    path = tmp_path / "p.jsonl"
+    talk = [("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "the file's answer")]
+    line = {"messages": [{"role": role, "content": said} for role, said in talk], "category": "talk"}
+    path.write_text(json.dumps(line))
+    tok = byte_tokenizer()
+    tok.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    model = sd.HFModel(tiny("llama", vocab_size=97), tok)
+    trace = lab.record(model, read(path), tmp_path / "t", 4, 2, eos_token_id=(), progress=False)
+    (text,) = trace.texts
+    assert tok.decode(text.ids[: text.prompt]) == "<system>S<user>a<assistant>b<user>c"
+    assert trace.categories == ["talk"]
+    assert prompt_entries(path, tok, 5) == read(path)  # chats lose no beginning
+    assert [tok.decode(list(one.given)) for one in pieces(read(path), tok, 9, 1)] == ["<system>S"]
+    tok.chat_template = "{{ raise_exception('no system messages') }}"
+    with pytest.raises(ValueError, match=r"line 1 of p\.jsonl: .*refuses its messages \(no system messages\)"):
         lab.record(model, read(path), tmp_path / "u", 4, 2, progress=False)
 
 
 def test_a_chat_is_cut_in_its_first_turn():
     tok = byte_tokenizer()
     chat, plain = Entry(("abcdefgh", "more"), chat=True, name="line 1"), Entry(("xyzxyzxyzxyz",))
-    with pytest.raises(ValueError, match="line 1: turns need a chat template"):
+    with pytest.raises(ValueError, match="line 1: turns and messages need a chat template"):
         pieces([chat, plain], tok, 4, 1)
     tok.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
     assert [tok.decode(list(one.given)) for one in pieces([chat, plain], tok, 4, 2)] == [

@@ -1,4 +1,5 @@
-"""Prompts of one's own from a JSON-lines file: ``{"prompt": ...}`` or ``{"turns": [...]}``, with an optional ``category`` and ``source``."""
+"""Prompts of one's own from a JSON-lines file: ``{"prompt": ...}``, ``{"turns": [...]}`` or ``{"messages": [...]}``, with an optional ``category`` and
+``source``."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ class Entry:
             tokenizer's chat template. category: results are given by it. source: prompts with one source are one cluster of a bootstrap; by default
             a prompt is its own source.
         name: for messages, such as a line of a file. given: ids of a plain prompt, in place of its text.
+        before: role and content of the chat's messages before the first turn, such as a system message.
     """
 
     turns: tuple[str, ...]
@@ -32,12 +34,13 @@ class Entry:
     chat: bool = False
     name: str = ""
     given: tuple[int, ...] = ()
+    before: tuple[tuple[str, str], ...] = ()
 
     def ids(self, tokenizer: Any, answers: Sequence[str] = ()) -> list[int]:
         """Token ids of the conversation up to turn ``len(answers)``, after the ``answers`` to the turns before.
 
         Raises:
-            ValueError: a chat, and the tokenizer has no chat template.
+            ValueError: a chat, and the tokenizer has no chat template, or its template refuses the messages.
         """
         if not self.turns or self.given:
             return list(self.given)
@@ -51,12 +54,18 @@ class Entry:
             return list(tokenizer(text, verbose=False)["input_ids"])
         if tokenizer.chat_template is None:
             raise ValueError(
-                f"{self.name}: turns need a chat template, and the tokenizer has none: give prompt instead, or set tokenizer.chat_template"
+                f"{self.name}: turns and messages need a chat template, and the tokenizer has none: give prompt instead, or set tokenizer.chat_template"
             )
-        messages = [{"role": "user", "content": said[0]}]
+        messages = [{"role": role, "content": content} for role, content in self.before]
+        messages += [{"role": "user", "content": said[0]}]
         for answer, turn in zip(answers, said[1:]):
             messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        try:
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as refused:  # templates raise what they like
+            raise ValueError(
+                f"{self.name}: the tokenizer's chat template refuses its messages ({refused}): change the messages, or give prompt instead"
+            ) from refused
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
@@ -85,7 +94,9 @@ def read(path: str | Path) -> list[Entry]:
 
 
 _FORM = '{"prompt": "Once upon a time", "category": "tales"}'
-_FIELDS = ("prompt", "turns", "category", "source")
+_KINDS = ("prompt", "turns", "messages")
+_FIELDS = (*_KINDS, "category", "source")
+_ROLES = ("system", "user", "assistant")
 
 
 def _entry(name: str, line: str) -> Entry:
@@ -93,19 +104,21 @@ def _entry(name: str, line: str) -> Entry:
         found = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{name} is not JSON ({error.msg}): give an object such as {_FORM}") from None
-    if not isinstance(found, dict) or ("prompt" in found) == ("turns" in found):
+    if not isinstance(found, dict) or sum(kind in found for kind in _KINDS) != 1:
         raise ValueError(
-            f"{name} is not an object with either prompt or turns: give an object such as {_FORM}"
+            f"{name} is not an object with either prompt, turns or messages: give an object such as {_FORM}"
         )
     other = [field for field in found if field not in _FIELDS]
     if other:
         near = "".join(f" (did you mean {one!r}?)" for one in get_close_matches(other[0], _FIELDS, 1))
         raise ValueError(
-            f"{name} has an unknown field {other[0]!r}{near}: give prompt or turns, category and source only"
+            f"{name} has an unknown field {other[0]!r}{near}: give prompt, turns or messages, category and source only"
         )
-    chat = "turns" in found
-    turns = found["turns"] if chat else [found["prompt"]]
-    what = "turns" if chat else "prompt"
+    chat, before = "prompt" not in found, tuple[tuple[str, str], ...]()
+    what = next(kind for kind in _KINDS if kind in found)
+    turns = found[what] if chat else [found[what]]
+    if what == "messages":
+        before, turns = _conversation(name, turns)
     if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
         raise ValueError(f"{name}: {what} is {turns!r:.60}: give {'a list of texts' if chat else 'a text'}")
     if not turns or not all(turn.strip() for turn in turns):
@@ -114,7 +127,28 @@ def _entry(name: str, line: str) -> Entry:
     if category == "all":
         raise ValueError(f'{name}: category is "all", which names the rows of all prompts: use another')
     source = "" if found.get("source") is None else str(found["source"])
-    return Entry(tuple(turns), category, source, chat, name)
+    return Entry(tuple(turns), category, source, chat, name, before=before)
+
+
+def _conversation(name: str, messages: Any) -> tuple[tuple[tuple[str, str], ...], list[str]]:
+    """The messages before the last one of the user's, and that one; what follows it is left out."""
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+        raise ValueError(f'{name}: messages is {messages!r:.60}: give a list of {{"role": ..., "content": ...}}')
+    said = []
+    for number, one in enumerate(messages, 1):
+        if set(one) != {"role", "content"}:
+            raise ValueError(
+                f"{name}: message {number} has {', '.join(map(str, one)) or 'nothing'}: give role and content, and nothing else"
+            )
+        if one["role"] not in _ROLES:
+            raise ValueError(f"{name}: message {number} has the role {one['role']!r}: give {', '.join(_ROLES)}")
+        if not isinstance(one["content"], str):
+            raise ValueError(f"{name}: message {number} has the content {one['content']!r:.60}: give a text")
+        said.append((one["role"], one["content"]))
+    users = [number for number, (role, _) in enumerate(said) if role == "user"]
+    if not users:
+        raise ValueError(f"{name}: messages has none of the user's: give at least one, which is answered")
+    return tuple(said[: users[-1]]), [said[users[-1]][1]]
 
 
 def shipped(count: int | None = None, split: str = "test") -> list[Entry]:
@@ -145,9 +179,15 @@ def by_turns(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def prompt_entries(path: str | Path | None, tokenizer: Any, longest: int) -> list[Entry]:
-    """The prompts of a file, or the shipped ones; plain prompts of more than ``longest`` tokens lose their beginning (0: they never do)."""
+    """The prompts of a file, or the shipped ones, as ``cut`` leaves them."""
+    return cut(entries_from(path), tokenizer, longest)
+
+
+def cut(entries: Sequence[Entry], tokenizer: Any, longest: int) -> list[Entry]:
+    """The entries; plain prompts of more than ``longest`` tokens lose their beginning (0: they never do). Chats stay whole: their beginning is the
+    system message and a part of the template."""
     made = []
-    for entry in entries_from(path):
+    for entry in entries:
         ids = [] if entry.chat or not longest else entry.ids(tokenizer)
         made.append(replace(entry, given=tuple(ids[-longest:])) if len(ids) > longest else entry)
     return made
