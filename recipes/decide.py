@@ -52,6 +52,10 @@ class Settings(Plotted):
     batches: tuple[int, ...] = option((1, 4), "rows at a time", metavar="N")
     temperature: float = option(1.0, "of the target and the drafts (0: greedy)")
     repeats: int = option(6, "counted runs of each decoder and batch, in each comparison")
+    eos: bool = option(
+        False,
+        "rows end at the target's end tokens, as for eos_token_id=None of sd.compare (default: all rows have --new-tokens)",
+    )
 
 
 def halves(s: Settings, target: Any) -> tuple[list[list[int]], list[list[int]]]:
@@ -119,21 +123,28 @@ def check(s: Settings) -> None:
 def main(s: Settings) -> Live:
     check(s)
     s.begin()
+    ends = None if s.eos else ()
     with short_errors():
         target = sd.decoder(s.target).build().target
         if target.tokenizer is None:
             raise SystemExit(f"--target {s.target}: it has no tokenizer: save one into its folder")
         learn, test = halves(s, target)
         made = decoders(s, target)
-        found = sd.compare(made, learn, s.batches, s.repeats, s.new_tokens, PLAIN, s.seed)
+        found = sd.compare(made, learn, s.batches, s.repeats, s.new_tokens, PLAIN, s.seed, ends)
     print(f"{found}\n")
     rows = [{"part": "search", **row} for row in found.rows]
-    for batch, best in found.best.items():
+    s.save(rows)
+    for batch in dict.fromkeys(row["batch"] for row in found.rows):
+        best = found.best.get(batch)
+        if best is None:
+            print(f"batch {batch}: all repeats but one ended with their first tokens: raise --repeats")
+            continue
         if best == PLAIN:
             print(f"batch {batch}: do not speculate; {least(found, batch)}")
             continue
         pair = {PLAIN: made[PLAIN], best: made[best]}
-        again = sd.compare(pair, test, batch, s.repeats, s.new_tokens, PLAIN, s.seed + 100_000)
+        with short_errors():
+            again = sd.compare(pair, test, batch, s.repeats, s.new_tokens, PLAIN, s.seed + 100_000, ends)
         rows += [{"part": "again", **row} for row in again.rows]
         print(f"batch {batch}: {verdict(again.rows[-1])}")
     progress()
@@ -153,6 +164,8 @@ def least(found: Live, batch: int) -> str:
 
 def verdict(row: dict[str, Any]) -> str:
     """What to use, by its rows beside plain decoding on prompts on which it was not chosen."""
+    if row["ratio_low"] is None:
+        return f"{row['method']} is not confirmed: all repeats but one ended with their first tokens: raise --repeats"
     if row["ratio_low"] > 1:
         return f"use {row['method']}, {said(row)} on other prompts"
     return f"{row['method']} may not be faster than plain decoding: {said(row)} on other prompts"

@@ -74,13 +74,19 @@ def test_chats_stay_whole_and_what_is_too_long_is_refused(recipe, chatty, tmp_pa
     assert text.endswith("<assistant>")
     assert len(plain) == 16 < len(turns) < len(chat)
     long = recipe.Settings(prompts=str(file), context=16, new_tokens=2048 - len(chat) + 1)
-    with pytest.raises(SystemExit, match=r"line 1 of prompts.jsonl has \d+ tokens.*2048 positions: shorten it"):
+    with pytest.raises(
+        SystemExit, match=r"line 1 of prompts.jsonl has \d+ tokens.*2048 positions: shorten it"
+    ):
         recipe.halves(long, chatty)
 
 
 @pytest.mark.parametrize(
     ("low", "said"),
-    [(1.1, "use a/2, 1.30 [1.10, 1.50]"), (0.9, "a/2 may not be faster")],
+    [
+        (1.1, "use a/2, 1.30 [1.10, 1.50]"),
+        (0.9, "a/2 may not be faster"),
+        (None, "a/2 is not confirmed: all repeats"),
+    ],
 )
 def test_a_lead_that_may_be_noise_is_no_recommendation(low, said, recipe):
     row = {"method": "a/2", "ratio": 1.3, "ratio_low": low, "ratio_high": 1.5}
@@ -94,12 +100,20 @@ def test_the_fastest_is_measured_again_on_other_prompts(recipe, tmp_path, capsys
 
     def noted(decoders, prompts, *settings):
         asked.append((list(decoders), prompts))
+        assert settings[-1] is None  # the target's end tokens
         return compare(decoders, prompts, *settings)
 
     monkeypatch.setattr(recipe.sd, "compare", noted)
     file = tmp_path / "d.json"
     s = recipe.Settings(
-        drafts=("ngram",), k=(2,), context=64, new_tokens=8, batches=(1, 2), repeats=2, json=str(file)
+        drafts=("ngram",),
+        k=(2,),
+        context=64,
+        new_tokens=8,
+        batches=(1, 2),
+        repeats=2,
+        eos=True,
+        json=str(file),
     )
     found = recipe.main(s)
     said = capsys.readouterr().out

@@ -359,7 +359,9 @@ def test_lengths_of_few_or_short_rows_have_their_mean(name, batch, mean):
     assert all(len(some) == batch and 8 <= min(some) <= max(some) <= 1990 for some in found)
     assert np.mean(found) == pytest.approx(mean, rel=0.04, abs=0.5)
     if name == "one_long" and batch > 1 and mean == 30:
-        assert {tuple(sorted(some)) for some in found} == {(8,) * (batch - 1) + (30 * batch - 8 * (batch - 1),)}
+        assert {tuple(sorted(some)) for some in found} == {
+            (8,) * (batch - 1) + (30 * batch - 8 * (batch - 1),)
+        }
 
 
 def test_lengths_that_cannot_be_are_refused():

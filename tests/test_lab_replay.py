@@ -790,8 +790,14 @@ def test_drafts_are_compared_under_two_verifiers(trace):
             ['{"messages": [{"role": "user", "content": "a", "tool_calls": []}]}'],
             "message 1 has role, content, tool_calls: give role and content, and nothing else",
         ),
-        (['{"messages": [{"role": "tool", "content": "a"}]}'], "message 1 has the role 'tool': give system, user"),
-        (['{"messages": [{"role": "user", "content": ["a"]}]}'], r"message 1 has the content \['a'\]: give a text"),
+        (
+            ['{"messages": [{"role": "tool", "content": "a"}]}'],
+            "message 1 has the role 'tool': give system, user",
+        ),
+        (
+            ['{"messages": [{"role": "user", "content": ["a"]}]}'],
+            r"message 1 has the content \['a'\]: give a text",
+        ),
         (['{"messages": [{"role": "user", "content": " "}]}'], "line 1 of p.jsonl: messages is empty"),
         ([""], "has no prompts"),
         (['{"prompt": "a", "category": "all"}'], 'category is "all"'),
@@ -831,7 +837,13 @@ def test_turns_follow_the_targets_own_answers(tmp_path):
 
 def test_messages_are_a_conversation_up_to_the_users_last(tmp_path):
     path = tmp_path / "p.jsonl"
-    talk = [("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "the file's answer")]
+    talk = [
+        ("system", "S"),
+        ("user", "a"),
+        ("assistant", "b"),
+        ("user", "c"),
+        ("assistant", "the file's answer"),
+    ]
     line = {"messages": [{"role": role, "content": said} for role, said in talk], "category": "talk"}
     path.write_text(json.dumps(line))
     tok = byte_tokenizer()
@@ -844,7 +856,9 @@ def test_messages_are_a_conversation_up_to_the_users_last(tmp_path):
     assert prompt_entries(path, tok, 5) == read(path)  # chats lose no beginning
     assert [tok.decode(list(one.given)) for one in pieces(read(path), tok, 9, 1)] == ["<system>S"]
     tok.chat_template = "{{ raise_exception('no system messages') }}"
-    with pytest.raises(ValueError, match=r"line 1 of p\.jsonl: .*refuses its messages \(no system messages\)"):
+    with pytest.raises(
+        ValueError, match=r"line 1 of p\.jsonl: .*refuses its messages \(no system messages\)"
+    ):
         lab.record(model, read(path), tmp_path / "u", 4, 2, progress=False)
 
 

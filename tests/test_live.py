@@ -58,6 +58,52 @@ def test_a_row_for_each_decoder_and_batch(decoders, monkeypatch):
     assert [text.get_text() for text in axes.get_legend().get_texts()] == list(decoders)
 
 
+def test_rows_end_at_end_tokens_where_asked(decoders):
+    """Tokens a second are those of the decoded tokens; a repeat without any is left out for all."""
+    plain = sd.decoder(tiny("llama")).greedy()
+    texts = plain.build().generate(PROMPTS, 12, eos_token_id=()).ids
+    end = texts[0][4]
+    assert end not in (text[0] for text in texts)
+    made, seen = {"plain": plain.build(), "self": decoders["self"].build()}, []
+
+    class Watched(sd.Decoder):
+        def generate(self, *given, **others):
+            seen.append(super().generate(*given, **others))
+            return seen[-1]
+
+    for one in made.values():
+        object.__setattr__(one, "__class__", Watched)
+    rows = sd.compare(made, PROMPTS, batches=(2,), repeats=2, new_tokens=12, eos_token_id=end).rows
+    assert rows[0]["same_text"] == rows[1]["same_text"] == 1
+    counted = seen[2::2]  # of plain decoding
+    lengths = [len(text) for out in counted for text in out.ids]
+    assert min(lengths) < 12
+    speeds = [
+        (sum(map(len, out.ids)) - 2) / (sum(out.stats.seconds.values()) - out.stats.seconds["prefill"])
+        for out in counted
+    ]
+    assert rows[0]["tokens_per_second"] == pytest.approx((speeds[0] * speeds[1]) ** 0.5)
+    assert rows[0]["prefill_ms"] == pytest.approx(500 * sum(out.stats.seconds["prefill"] for out in counted))
+    first = texts[1][0]  # the second repeat at batch 1 ends with its prefill
+    assert first != texts[0][0]
+    rows = sd.compare(made, PROMPTS, batches=(1,), repeats=2, new_tokens=12, eos_token_id=first).rows
+    assert [(row["repeats"], row["ratio_low"]) for row in rows] == [(1, None)] * 2
+    assert all(row["tokens_per_second"] > 0 for row in rows)
+    with pytest.raises(
+        ValueError, match=f"eos_token_id is {first}, and at batch 1 every repeat has a decoder"
+    ):
+        sd.compare(made, PROMPTS[1:2], batches=1, repeats=2, new_tokens=12, eos_token_id=first)
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_anything_runs(decoders, monkeypatch):
+    monkeypatch.setattr(sd.Decoder, "generate", lambda *_, **__: pytest.fail("it ran"))
+    long = [[5], [6], [7] * 1000]
+    with pytest.raises(ValueError, match="prompt 2 has 1000 tokens and max_new_tokens is 8"):
+        sd.compare(decoders, long, batches=1, repeats=3, new_tokens=8)
+    with pytest.raises(ValueError, match="eos_token_id is 10000"):
+        sd.compare(decoders, PROMPTS, batches=1, new_tokens=8, eos_token_id=10_000)
+
+
 def test_texts_that_need_not_agree_have_no_figure(decoders):
     target = tiny("llama")
     sampled = sd.decoder(target)

@@ -19,7 +19,7 @@ from specdec.lab.clock import sync
 from specdec.lab.comparing import lossy
 from specdec.lab.console import Framed, progress, table
 from specdec.lab.paired import mean_interval
-from specdec.prompts import Prompts, rows_of
+from specdec.prompts import Prompts, rows_of, stop_rules
 from specdec.stats import Stats
 from specdec.verifiers import Coupled
 
@@ -99,6 +99,7 @@ def compare(
     new_tokens: int = 64,
     reference: str | None = None,
     seed: int = 0,
+    eos_token_id: int | Sequence[int] | None = (),
 ) -> Live:
     """Decode the same prompts with every decoder and say which is fastest at which batch.
 
@@ -110,14 +111,17 @@ def compare(
 
     Args:
         decoders: by name, built or not. prompts: as for ``generate``; batches take them in turn.
-        batches: rows decoded together. repeats: counted runs of each decoder and batch. new_tokens: of each row; no token ends it before.
+        batches: rows decoded together. repeats: counted runs of each decoder and batch. new_tokens: the most of each row.
         reference: the decoder that ratios are to; default: the first that does not speculate, or the first.
-        seed: of the first repeat.
+        seed: of the first repeat. eos_token_id: ids that end a row, as for ``generate``: by default none, so that all rows have ``new_tokens``; ``None`` takes
+            the target's. Rows that end leave the batch, and none joins, so that this is the speed of a batch until its last row ends. Each repeat counts alike,
+            however long its texts; one in which a decoder's rows all end with the prefill's token has no speed, and counts for none.
     Returns:
-        ``Live``. ``same_text`` is the share of rows with the reference's text where these must agree (both greedy, or both ``Coupled``), else ``None``.
+        ``Live``. ``same_text`` is the share of rows with the reference's text where these must agree (both greedy, or both ``Coupled``), else ``None``;
+        ``prefill_ms`` is the mean time of the prefill, in which the target and the draft read the prompts.
     Raises:
         TypeError: decoders are no mapping of decoders. ValueError: there are none, no such reference, a number below 1, or a temperature for
-            each request.
+            each request; before anything runs, a prompt that a decoder's models have no room for, as of ``generate``; every repeat ended with its first tokens.
     """
     if not isinstance(decoders, Mapping):
         raise TypeError(f"decoders is a {type(decoders).__name__}: give a mapping, {{'name': decoder, ...}}")
@@ -145,9 +149,13 @@ def compare(
                 f"decoder {name!r} samples otherwise than {reference!r}, so their speeds answer different questions: give all the same sampling",
                 stacklevel=2,
             )
+    ids = {name: rows_of(one.target, prompts) for name, one in built.items()}
+    for name, made in built.items():  # a prompt that is too long would end a comparison half way
+        used = ids[name][: repeats * max(sizes)]
+        stop_rules(made, used, new_tokens, eos_token_id, (), (), max(sizes))
     rows: list[dict[str, Any]] = []
     for batch in sizes:
-        rows += _at(batch, built, prompts, repeats, new_tokens, reference, seed)
+        rows += _at(batch, built, ids, repeats, new_tokens, reference, seed, eos_token_id)
     progress()
     return Live(rows, reference)
 
@@ -155,25 +163,36 @@ def compare(
 def _at(
     batch: int,
     built: Mapping[str, Decoder],
-    prompts: Prompts,
+    ids: Mapping[str, list[list[int]]],
     repeats: int,
     new_tokens: int,
     reference: str,
     seed: int,
+    eos_token_id: int | Sequence[int] | None,
 ) -> list[dict[str, Any]]:
     """The rows of one batch size."""
     runs: dict[str, list[Generation]] = {name: [] for name in built}
-    ids = {name: rows_of(one.target, prompts) for name, one in built.items()}
     for repeat in range(-1, repeats):
         for name, one in built.items():
             progress(f"{name}, batch {batch}, repeat {repeat + 1} of {repeats}")
             first = max(repeat, 0) * batch
             some = [ids[name][(first + i) % len(ids[name])] for i in range(batch)]
             keys = [seed + first + i for i in range(batch)]
-            out = one.generate(some, new_tokens, seed=keys, eos_token_id=())
+            out = one.generate(some, new_tokens, seed=keys, eos_token_id=eos_token_id)
             sync()
             if repeat >= 0:
                 runs[name].append(out)
+    decoded = [
+        all(out.stats.tokens > out.stats.prefill_tokens for out in outs) for outs in zip(*runs.values())
+    ]
+    if not any(decoded):
+        raise ValueError(
+            f"eos_token_id is {eos_token_id}, and at batch {batch} every repeat has a decoder whose rows all end with their first token, so that there is "
+            "no speed: give (), more repeats, or other prompts"
+        )
+    prefill = {name: np.mean([out.stats.seconds["prefill"] for out in outs]) for name, outs in runs.items()}
+    runs = {name: [out for out, some in zip(outs, decoded) if some] for name, outs in runs.items()}
+    repeats = sum(decoded)
     speed = {name: np.array([out.stats.tokens_per_second for out in outs]) for name, outs in runs.items()}
     kept = [name for name, one in built.items() if one.verifying.lossless]
     best = max(kept or built, key=lambda name: np.log(speed[name]).mean())
@@ -192,6 +211,7 @@ def _at(
             "ratio": float(np.exp(np.log(ratio).mean())),
         }
         row |= {"ratio_low": low, "ratio_high": high, "repeats": repeats}
+        row["prefill_ms"] = 1e3 * float(prefill[name])
         row["same_text"] = _same(built[name], built[reference], outs, runs[reference])
         row |= {"lossless": built[name].verifying.lossless, "best": named and name == best}
         others = [other for other in kept or built if other != name] if row["best"] else []

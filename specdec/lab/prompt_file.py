@@ -133,7 +133,9 @@ def _entry(name: str, line: str) -> Entry:
 def _conversation(name: str, messages: Any) -> tuple[tuple[tuple[str, str], ...], list[str]]:
     """The messages before the last one of the user's, and that one; what follows it is left out."""
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
-        raise ValueError(f'{name}: messages is {messages!r:.60}: give a list of {{"role": ..., "content": ...}}')
+        raise ValueError(
+            f'{name}: messages is {messages!r:.60}: give a list of {{"role": ..., "content": ...}}'
+        )
     said = []
     for number, one in enumerate(messages, 1):
         if set(one) != {"role", "content"}:
@@ -141,7 +143,9 @@ def _conversation(name: str, messages: Any) -> tuple[tuple[tuple[str, str], ...]
                 f"{name}: message {number} has {', '.join(map(str, one)) or 'nothing'}: give role and content, and nothing else"
             )
         if one["role"] not in _ROLES:
-            raise ValueError(f"{name}: message {number} has the role {one['role']!r}: give {', '.join(_ROLES)}")
+            raise ValueError(
+                f"{name}: message {number} has the role {one['role']!r}: give {', '.join(_ROLES)}"
+            )
         if not isinstance(one["content"], str):
             raise ValueError(f"{name}: message {number} has the content {one['content']!r:.60}: give a text")
         said.append((one["role"], one["content"]))
