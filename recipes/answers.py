@@ -29,14 +29,14 @@ from specdec.lab.console import progress, short_errors
 from specdec.lab.documents import documents, messages
 from specdec.lab.loading import draft_part, load
 from specdec.lab.options import option, parse
-from specdec.lab.recipe import Recipe
+from specdec.lab.recipe import Placed
 
 ROLES = {"system", "developer", "user", "assistant"}
 """Of chats that can be answered again: a tool's result would answer a call that another model made."""
 
 
 @dataclass(frozen=True)
-class Settings(Recipe):
+class Settings(Placed):
     target: str = option("", "a pocket model, a folder or a hub id")
     dataset: str = option("", "a file, a folder, or a data set of the hub")
     column: str = option("text", "the data set's column of texts, or of lists of chat messages")
@@ -45,7 +45,9 @@ class Settings(Recipe):
     prompt_tokens: int = option(0, "tokens of a text that are the prompt (0: all)")
     new_tokens: int = option(512, "the most tokens of an answer")
     temperature: float = option(1.0, "of the target (0: greedy)")
-    draft: str = option("", "a pocket model, a folder, ngram or magicdec (default: plain decoding)")
+    draft: str = option(
+        "", "a pocket model, a folder, a hub id, ngram, magicdec or mtp (default: plain decoding)"
+    )
     k: int = option(4, "tokens that the draft proposes in a round")
     batch: int = option(16, "answers at a time")
 
@@ -110,7 +112,7 @@ class Answers:
     def __init__(self, s: Settings):
         self.path = Path(s.output)
         about = Path(f"{s.output}.settings.json")
-        free = ("output", "count", "batch", "draft", "k", "threads", "json")
+        free = ("output", "count", "batch", "draft", "k", "threads", "json", "device")
         mine = {name: value for name, value in dataclasses.asdict(s).items() if name not in free}
         if self.path.exists() and (not about.exists() or json.loads(about.read_text()) != mine):
             raise SystemExit(f"--output {self.path}: it is there, and from another command: give a new file")
@@ -140,12 +142,16 @@ def check(s: Settings) -> None:
 
 def built(s: Settings) -> sd.Decoder:
     """The target's decoder."""
-    model, tokenizer = load(s.target)
+    model, tokenizer = load(s.target, s.precision, s.place)
     if tokenizer is None:
         raise SystemExit(f"--target {s.target}: it has no tokenizer: save one into its folder")
     builder = sd.decoder((model, tokenizer)).sampling(temperature=s.temperature)
     plain = builder.build()
-    return builder.draft(draft_part(s.draft, plain.target, 64, 1)[1], s.k).build() if s.draft else plain
+    return (
+        builder.draft(draft_part(s.draft, plain.target, 64, 1, s.precision)[1], s.k).build()
+        if s.draft
+        else plain
+    )
 
 
 class Conversations:

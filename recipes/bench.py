@@ -33,17 +33,17 @@ import checkout  # noqa: F401
 import torch
 
 import specdec as sd
-from specdec.lab.clock import Forwards, bare_round
+from specdec.lab.clock import Forwards, bare_round, sync
 from specdec.lab.console import progress, short_errors, table
 from specdec.lab.loading import load, share_ids
 from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import by_turns, entries_from, pieces
-from specdec.lab.recipe import Recipe
+from specdec.lab.recipe import Placed
 from specdec.lab.runs import Case, Each, Sample, by_category, decode, interleave
 
 
 @dataclass(frozen=True)
-class Settings(Recipe):
+class Settings(Placed):
     target: str = option("pocket-target", "pocket model, hub id or folder")
     draft: str = option("pocket-vanilla", "the same for the draft")
     batches: tuple[int, ...] = option((1, 4, 16), "rows decoded together")
@@ -59,7 +59,9 @@ class Settings(Recipe):
 
 def main(s: Settings) -> None:
     s.begin()
-    (model, tokenizer), (small, own) = load(s.target), load(s.draft)
+    with short_errors():
+        model, tokenizer = load(s.target, s.precision, s.place)
+        small, own = load(s.draft, s.precision, model.device)
     for m in (model, small):  # both engines decode the full budget
         m.generation_config.eos_token_id = None
         m.generation_config.pad_token_id = 0
@@ -217,18 +219,19 @@ def theirs(
 def generate(
     model: Any, some: list, rows: int, s: Settings, options: dict[str, Any], context: Callable[[], Any]
 ) -> Sample:
-    """transformers' ``generate``, timed by a stopping criterion that only reads the clock."""
+    """transformers' ``generate``, timed by a stopping criterion that waits for the device and reads the clock."""
     tokens, seconds, ids, each = 0, 0.0, [], list[Each]()
     rounds = 0
     plain = not ({"assistant_model", "prompt_lookup_num_tokens"} & options.keys())
     torch.manual_seed(s.seed)
     for i in range(0, len(some), rows):
-        batch = torch.tensor(some[i : i + rows])
+        batch = torch.tensor(some[i : i + rows], device=model.device)
         marks: list[tuple[int, float]] = []
 
         def look(input_ids: torch.Tensor, scores: Any, marks: list = marks, **_: Any) -> torch.Tensor:
+            sync()
             marks.append((input_ids.shape[1], perf_counter()))
-            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
         with context(), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -6,7 +6,7 @@
 The target's texts after the prompts are recorded in --trace (a later run continues it, and a finished one is read), and every draft is
 replayed on them (docs/lab.md), so a new draft costs seconds (`prompts_per_minute`: of the replay, or of reading an earlier one's result). --prompts is a JSON-lines file with a "prompt", a list of "turns" or a chat's "messages" a line, and an
 optional "category" and "source" (prompts of one source are one cluster of the bootstrap); default: the held-out prompts of the pocket corpus. A
-draft is a pocket model, a folder, or one of ngram, magicdec, windowed:DRAFT and fp8:DRAFT (keys and values of eight bits). One with another
+draft is a pocket model, a folder, a hub id, or one of ngram, magicdec, mtp (the MTP layer of the target's own checkpoint), windowed:DRAFT and fp8:DRAFT (keys and values of eight bits). One with another
 tokenizer than the target's proposes tokens that both have (drafts.Translated), or, as text:DRAFT, its text in the target's tokens (drafts.TextMatch).
 """
 
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import checkout  # noqa: F401
-import torch
 
 import specdec as sd
 from specdec import lab
@@ -25,11 +24,11 @@ from specdec.lab.console import short_errors
 from specdec.lab.loading import draft_part, load
 from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import prompt_entries
-from specdec.lab.recipe import Plotted
+from specdec.lab.recipe import Plotted, Replayed
 
 
 @dataclass(frozen=True)
-class Settings(Plotted):
+class Settings(Plotted, Replayed):
     target: str = option("pocket-target", "a pocket model, a folder or a hub id")
     drafts: tuple[str, ...] = option(
         ("vanilla=pocket-vanilla", "spire=pocket-spire", "magicdec", "ngram"),
@@ -51,10 +50,10 @@ class Settings(Plotted):
 
 def main(s: Settings) -> None:
     s.begin()
-    target = sd.HFModel(*load(s.target, torch.float32))
     sampling = sd.Sampling(temperature=s.temperature)
-    parts = dict(draft_part(spec, target, s.window, s.sinks) for spec in s.drafts)
     with short_errors():
+        target = sd.HFModel(*load(s.target, s.precision, s.place))
+        parts = dict(draft_part(spec, target, s.window, s.sinks, s.precision) for spec in s.drafts)
         entries = prompt_entries(s.prompts, target.tokenizer, s.context)[: s.count]
         trace = lab.record(target, entries, s.trace, s.new_tokens, max(s.k), sampling, seed=s.seed)
     print(trace)
@@ -62,7 +61,8 @@ def main(s: Settings) -> None:
     for name, part in parts.items():
         began = perf_counter()
         read = target if DraftPart.of(part).reads_target else None  # otherwise it is not computed again
-        replays[name] = lab.replay(trace, part, max(s.k), read, name=name)
+        with short_errors():
+            replays[name] = lab.replay(trace, part, max(s.k), read, name=name)
         pace[name] = 60 * len(trace) / (perf_counter() - began)
         print(f"{name}: replayed or read, {pace[name]:.0f} prompts a minute")
     with short_errors():

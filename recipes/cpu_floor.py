@@ -42,7 +42,7 @@ class Settings(Recipe):
 
 def main(s: Settings) -> None:
     s.begin()
-    (model, tokenizer), (small, _) = load(s.target), load(s.draft)
+    (model, tokenizer), (small, _) = load(s.target, device="cpu"), load(s.draft, device="cpu")
     for m in (model, small):
         m.generation_config.eos_token_id = None
     target, draft = prefilled(sd.HFModel(model, tokenizer), taps=()), prefilled(sd.HFModel(small, tokenizer))

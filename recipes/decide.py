@@ -5,8 +5,8 @@
 
 Every draft is tried with every length of --k, and heads that draft trees with trees of --trees nodes, beside plain decoding: all in turn on one half of the
 prompts (sd.compare). The fastest at each batch is then decoded beside plain decoding again, on the other half, since the fastest of many owes a part
-of its lead to luck. A draft is a pocket model, a folder or a hub id, of a causal LM, a SPIRe draft or a head, or one of ngram, suffix and magicdec. Models
-go to the GPU if there is one. --prompts is a JSON-lines file with a "prompt", a list of "turns" (of which the first is decoded) or a chat's "messages" a
+of its lead to luck. A draft is a pocket model, a folder or a hub id, of a causal LM, a SPIRe draft or a head, or one of ngram, suffix, magicdec and mtp, the
+MTP layer of the target's own checkpoint. --prompts is a JSON-lines file with a "prompt", a list of "turns" (of which the first is decoded) or a chat's "messages" a
 line, and an optional "source" (prompts of one source are in one half); default: the shipped development prompts.
 
 Rows `part, method, batch, tokens_per_second, tau, ratio, ratio_low, ratio_high, ...` as of sd.compare; part is `search`, or `again` for the second
@@ -25,9 +25,10 @@ from specdec.capabilities import DraftInfo, ModelInfo
 from specdec.lab.console import progress, short_errors
 from specdec.lab.contenders import Contender
 from specdec.lab.live import Live
+from specdec.lab.loading import load, load_draft, own_head
 from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import by_turns, cut, read, shipped
-from specdec.lab.recipe import Plotted
+from specdec.lab.recipe import Placed, Plotted
 from specdec.parts import as_draft
 
 PLAIN = "plain"
@@ -35,11 +36,11 @@ UNTRAINED = {"ngram": sd.drafts.NGram, "suffix": sd.drafts.Suffix, "magicdec": s
 
 
 @dataclass(frozen=True)
-class Settings(Plotted):
+class Settings(Plotted, Placed):
     target: str = option("pocket-target", "a pocket model, a folder or a hub id")
     drafts: tuple[str, ...] = option(
         ("small=pocket-vanilla", "spire=pocket-spire", "ngram"),
-        "NAME=DRAFT, or a draft alone",
+        "NAME=DRAFT, or a draft alone; mtp is the target's own layer",
         metavar="DRAFT",
     )
     k: tuple[int, ...] = option((2, 4, 8), "block lengths", metavar="N")
@@ -82,6 +83,13 @@ def halves(s: Settings, target: Any) -> tuple[list[list[int]], list[list[int]]]:
     return first, second
 
 
+def part(given: str, name: str, target: Any, dtype: Any) -> Any:
+    """A draft by what was said."""
+    if given in UNTRAINED:
+        return UNTRAINED[given]()
+    return own_head(target) if given == "mtp" else as_draft(load_draft(given, target, dtype), name)
+
+
 def decoders(s: Settings, target: Any) -> dict[str, sd.Decoder]:
     """By name: plain decoding, every draft with every length, and trees."""
     base = sd.decoder(target).sampling(temperature=s.temperature)
@@ -90,8 +98,8 @@ def decoders(s: Settings, target: Any) -> dict[str, sd.Decoder]:
         name, _, given = spec.partition("=")
         given = given or name
         try:
-            draft = UNTRAINED[given]() if given in UNTRAINED else as_draft(given, name, target.device, target)
-        except TypeError as error:  # a name of another engine's, for example
+            draft = part(given, name, target, s.precision)
+        except TypeError as error:
             raise SystemExit(f"--drafts {spec}: {error}") from None
         longest = DraftInfo.of(draft).longest
         for k in sorted({k if longest is None else min(k, longest) for k in s.k}):
@@ -125,7 +133,7 @@ def main(s: Settings) -> Live:
     s.begin()
     ends = None if s.eos else ()
     with short_errors():
-        target = sd.decoder(s.target).build().target
+        target: Any = sd.decoder(load(s.target, s.precision, s.place)).build().target
         if target.tokenizer is None:
             raise SystemExit(f"--target {s.target}: it has no tokenizer: save one into its folder")
         learn, test = halves(s, target)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import checkout  # noqa: F401
-import torch
 
 import specdec as sd
 from specdec import lab, pruning
@@ -26,12 +25,12 @@ from specdec.lab.console import short_errors, table
 from specdec.lab.loading import draft_part, load
 from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import entries_from, pieces
-from specdec.lab.recipe import Recipe
+from specdec.lab.recipe import Replayed
 from specdec.lab.runs import decode
 
 
 @dataclass(frozen=True)
-class Settings(Recipe):
+class Settings(Replayed):
     target: str = option("pocket-target", "a pocket model, a folder or a hub id")
     drafts: tuple[str, ...] = option(
         ("vanilla=pocket-vanilla", "spire=pocket-spire"),
@@ -64,19 +63,19 @@ def main(s: Settings) -> None:
             f"--k {','.join(map(str, s.k))} with --window {s.window}: give block lengths from 1 to the window"
         )
     s.begin()
-    target = sd.HFModel(*load(s.target, torch.float32))
     windowed = [
         f"windowed_{spec.replace('=', '=windowed:')}" for spec in s.drafts if spec.startswith("vanilla=")
     ]
     specs = [*s.drafts, *windowed, "magicdec"]
-    parts = dict(draft_part(spec, target, s.window, s.sinks) for spec in specs) | pruned(s)
     with short_errors():
+        target = sd.HFModel(*load(s.target, s.precision, s.place))
+        parts = dict(draft_part(spec, target, s.window, s.sinks, s.precision) for spec in specs) | pruned(s)
         entries = entries_from(s.prompts)[: s.count]
     rows: list[dict[str, Any]] = []
     for length in s.contexts:
         with short_errors():
             some = pieces(entries, target.tokenizer, length, s.per_prompt)
-        with tempfile.TemporaryDirectory() as folder:
+        with short_errors(), tempfile.TemporaryDirectory() as folder:
             trace = lab.record(target, some, folder, s.new_tokens, max(s.k), eos_token_id=(), seed=s.seed)
             replays = {name: lab.replay(trace, part, max(s.k), target) for name, part in parts.items()}
             found = lab.compare(replays, s.k, "vanilla" if "vanilla" in parts else None)

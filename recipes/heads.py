@@ -22,20 +22,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import checkout  # noqa: F401
-import torch
 
 import specdec as sd
 from specdec.lab import head_tables
+from specdec.lab.console import short_errors
 from specdec.lab.contenders import contenders
 from specdec.lab.contest import Row
 from specdec.lab.head_study import PARTS, Known, Study, StudySettings
 from specdec.lab.loading import load
 from specdec.lab.options import option, parse
-from specdec.lab.recipe import Plotted
+from specdec.lab.recipe import Plotted, Replayed
 
 
 @dataclass(frozen=True)
-class Settings(Plotted, StudySettings):
+class Settings(Plotted, Replayed, StudySettings):
     report: str | None = option(None, "show this finished report instead of measuring", metavar="FILE")
     markdown: str | None = option(None, "write the documentation's tables", metavar="FILE")
 
@@ -48,8 +48,9 @@ def main(s: Settings) -> None:
     unknown = set(s.parts) - set(PARTS)
     if unknown:
         raise SystemExit(f"--parts {min(unknown)}: there are {', '.join(PARTS)}")
-    target, rows = sd.HFModel(*load(s.target, torch.float32)), []
-    field, missing = contenders(s.methods, target, s.k)
+    with short_errors():
+        target, rows = sd.HFModel(*load(s.target, s.precision, s.place)), list[Row]()
+    field, missing = contenders(s.methods, target, s.k, s.precision)
     for name, why in missing.items():
         print(f"left out: {name}: {why} (recipes/train_heads.py trains heads)")
     if not field:

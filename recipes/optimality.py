@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 import checkout  # noqa: F401
-import torch
 
 import specdec as sd
 from specdec import lab
@@ -31,11 +30,11 @@ from specdec.lab.console import progress, short_errors, table
 from specdec.lab.loading import draft_part, load
 from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import pieces, read, shipped
-from specdec.lab.recipe import Plotted
+from specdec.lab.recipe import Plotted, Replayed
 
 
 @dataclass(frozen=True)
-class Settings(Plotted):
+class Settings(Plotted, Replayed):
     target: str = option("pocket-target", "a pocket model, a folder or a hub id")
     drafts: tuple[str, ...] = option(
         ("vanilla=pocket-vanilla", "tiny=pocket-tiny", "spire=pocket-spire"),
@@ -58,11 +57,11 @@ class Settings(Plotted):
 
 def main(s: Settings) -> int:
     s.begin()
-    target = sd.HFModel(*load(s.target, torch.float32))
     with short_errors():
+        target = sd.HFModel(*load(s.target, s.precision, s.place))
         entries = read(s.prompts) if s.prompts else shipped(split="validation")
         some = pieces(entries, target.tokenizer, s.context, 1)[: s.count]
-    parts = dict(draft_part(spec, target, 64, 1) for spec in s.drafts)
+        parts = dict(draft_part(spec, target, 64, 1, s.precision) for spec in s.drafts)
     taps = sorted({tap for part in parts.values() for tap in DraftPart.of(part).info.taps})
     rows: list[dict[str, Any]] = []
     for temperature in s.temperatures:

@@ -73,7 +73,7 @@ def texts(s: Settings, target: Any) -> list[list[list[int]]]:
 def decoders(s: Settings, model: Any, tokenizer: Any, limit: int | None) -> dict[str, sd.Decoder]:
     """By method; ``limit``: bytes of each prefix cache."""
     target = sd.HFModel(model, tokenizer, prefix_cache=limit)
-    base, (small, own) = sd.decoder(target).greedy(), load(s.draft)
+    base, (small, own) = sd.decoder(target).greedy(), load(s.draft, device=target.device)
     made = {
         "plain": base,
         "small model": base.draft(sd.HFModel(small, own, prefix_cache=limit), length=s.k),

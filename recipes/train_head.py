@@ -120,7 +120,7 @@ def made(s: Settings) -> tuple[Any, Any, HeadModel, Blocks]:
     chosen = taps(s)
     # accelerate looks for processes when its state is first made: without a GPU the training does that
     device = PartialState().device if torch.cuda.is_available() else torch.device("cpu")
-    target, tokenizer = load(s.target, quick(device))
+    target, tokenizer = load(s.target, quick(device), device)
     if tokenizer is None:
         raise SystemExit(f"--target {s.target}: it has no tokenizer: save one into its folder")
     longest = setting(target.config.get_text_config(), "max_position_embeddings")
@@ -130,7 +130,7 @@ def made(s: Settings) -> tuple[Any, Any, HeadModel, Blocks]:
     outside = [layer for layer in chosen or () if layer != "final" and layer > last]
     if outside:
         raise SystemExit(f"--layers {outside[0]}: the target has 0 (the embedding) to {last}, and final")
-    target = target.to(device).requires_grad_(False)
+    target = target.requires_grad_(False)
     kind = KINDS[s.head]
     head = kind.new(target, s.k, s.blocks, chosen, s.seed).float()
     k = s.k or kind.k

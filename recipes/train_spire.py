@@ -5,7 +5,7 @@
 
 The defaults are the target's last two blocks, one sink and a window of 64, feedback memory, k = 4 passes, and MixedLoss(0.5). The
 target's final hidden states and the inputs of the copied blocks are cached (bf16, in the work folder); the same command continues
-an interrupted run. For several devices, use `accelerate launch recipes/train_spire.py …`.
+an interrupted run. The target runs in float32, on the GPU if there is one. For several devices, use `accelerate launch recipes/train_spire.py …`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from accelerate import PartialState
 
 from specdec.drafts.spire import SpireModel
+from specdec.lab.console import short_errors
 from specdec.lab.loading import load
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Recipe
@@ -93,7 +94,10 @@ def variant(s: Settings) -> Variant:
 
 def main(s: Settings) -> None:
     s.begin()
-    target, tokenizer = load(s.target, torch.float32)
+    # accelerate looks for processes when its state is first made: without a GPU the training does that
+    device = PartialState().device if torch.cuda.is_available() else torch.device("cpu")
+    with short_errors():
+        target, tokenizer = load(s.target, torch.float32, device)
     chosen = variant(s)
     torch.manual_seed(s.seed)
     draft = chosen.make(target)

@@ -31,13 +31,13 @@ from specdec.lab.console import progress, short_errors, table
 from specdec.lab.loading import draft_part, load
 from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import Entry, pieces, read, shipped
-from specdec.lab.recipe import Recipe
+from specdec.lab.recipe import Replayed
 from specdec.lab.verifying import accepted_by
 from specdec.protocols import Verifier
 
 
 @dataclass(frozen=True)
-class Settings(Recipe):
+class Settings(Replayed):
     target: str = option("pocket-target", "a pocket model, a folder or a hub id")
     drafts: tuple[str, ...] = option(
         ("vanilla=pocket-vanilla", "tiny=pocket-tiny", "spire=pocket-spire", "ngram"),
@@ -101,7 +101,7 @@ def chains(
     taps = sorted({tap for part in parts.values() for tap in DraftPart.of(part).info.taps})
     for temperature in s.temperatures:
         sampling = sd.Sampling(temperature=temperature)
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, short_errors():
             trace = lab.record(
                 target, some, folder, s.new_tokens, max(s.k), sampling, taps, eos_token_id=(), seed=s.seed
             )
@@ -134,11 +134,11 @@ def trees(s: Settings, target: sd.HFModel, model: Any, some: list[Entry]) -> Ite
 
 def main(s: Settings) -> None:
     s.begin()
-    target = sd.HFModel(*load(s.target, torch.float32))
     with short_errors():
+        target = sd.HFModel(*load(s.target, s.precision, s.place))
         entries = read(s.prompts) if s.prompts else shipped(split="validation")
         some = pieces(entries, target.tokenizer, s.context, 1)[: s.count]
-    parts = dict(draft_part(spec, target, 64, 1) for spec in s.drafts)
+        parts = dict(draft_part(spec, target, 64, 1, s.precision) for spec in s.drafts)
     model = next(iter(parts.values())).model
     rows = [*chains(s, target, parts, some), *trees(s, target, model, some)]
     shown = (

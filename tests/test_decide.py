@@ -145,5 +145,5 @@ def test_bad_settings_end_it(changes, message, recipe):
 
 
 def test_a_name_of_another_engine_is_refused_in_one_line(recipe, target):
-    with pytest.raises(SystemExit, match="--drafts small=eagle3: small is 'eagle3', a name of vLLM's"):
+    with pytest.raises(SystemExit, match="no draft 'eagle3', a name of vLLM's: give the draft itself"):
         recipe.decoders(recipe.Settings(drafts=("small=eagle3",)), target)

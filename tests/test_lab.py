@@ -23,7 +23,6 @@ from specdec.lab.arms import PoolRun, goodput, pool_run
 from specdec.lab.clock import Forwards, bare_round, bare_steps, in_turn, middle
 from specdec.lab.console import progress, table
 from specdec.lab.errors import LIMITS, relative, worst
-from specdec.lab.loading import load_draft
 from specdec.lab.options import option, parse
 from specdec.lab.processes import apart
 from specdec.lab.prompt_file import Entry, by_turns
@@ -286,11 +285,6 @@ def test_another_process_has_another_environment(monkeypatch):
         with pytest.raises(ValueError, match="invalid literal"):
             call(int, "x")
     assert os.environ["SPECDEC_TEST"] == "here"
-
-
-def test_a_draft_that_is_not_there():
-    with pytest.raises(SystemExit, match="give a folder, or one of"):
-        load_draft("nowhere", None)
 
 
 @pytest.mark.skipif(library() is None, reason=f"no C kernels: {reason()}")

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from specdec import drafts
 from specdec.capabilities import DraftInfo
 from specdec.cost.arms import weights
@@ -117,24 +119,25 @@ class Contender:
 
 
 def contenders(
-    specs: Sequence[str], target: HFModel, longest: int = 8
+    specs: Sequence[str], target: HFModel, longest: int = 8, dtype: torch.dtype | None = None
 ) -> tuple[list[Contender], dict[str, str]]:
     """The drafts that are there, in order, and why others are not, by name.
 
     Args:
-        specs: ``NAME`` or ``NAME=DRAFT``, where ``DRAFT`` is a pocket model or a folder. longest: the longest chain to ask for; a draft that proposes
-            at most fewer is asked for those.
+        specs: ``NAME`` or ``NAME=DRAFT``, where ``DRAFT`` is a pocket model, a folder, a hub id or ``mtp``. longest: the longest chain to ask for; a
+            draft that proposes at most fewer is asked for those. dtype: as for ``loading.load``.
     """
     found, missing = [], {}
     for spec in specs:
         name, equals, said = spec.partition("=")
-        folder = draft_folder(said if equals else name)
-        if not folder.is_dir():
-            missing[name] = f"there is no folder {said or name}"
+        said = said if equals else name
+        folder = draft_folder(said)
+        if not folder.is_dir() and "/" not in said and said != "mtp":
+            missing[name] = f"there is no folder {said}"
             continue
         try:
-            part = draft_part(spec, target, 64, 1)[1]
-        except ValueError as error:
+            part = draft_part(spec, target, 64, 1, dtype)[1]
+        except (ValueError, FileNotFoundError, ConnectionError) as error:
             missing[name] = str(error)
             continue
         info = DraftInfo.of(part)

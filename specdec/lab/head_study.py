@@ -31,8 +31,10 @@ METHODS = (
 class StudySettings:
     """Settings of a comparison of heads."""
 
-    target: str = option("pocket-target", "a pocket model or a folder")
-    methods: tuple[str, ...] = option(METHODS, "drafts: NAME or NAME=FOLDER", metavar="DRAFT")
+    target: str = option("pocket-target", "a pocket model, a folder or a hub id")
+    methods: tuple[str, ...] = option(
+        METHODS, "drafts: NAME or NAME=DRAFT, a folder, a hub id or mtp", metavar="DRAFT"
+    )
     reference: str = option("pocket-vanilla-equal", "the draft that ratios of tau are to, if it is there")
     budget: str = option("pocket-spire-equal", "the draft whose drafting time is the budget, if it is there")
     parts: tuple[str, ...] = option(PARTS, "what to measure", metavar="PART")

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from specdec import drafts, zoo
-from specdec.drafts.coerce import as_model
-from specdec.drafts.heads import HeadModel
-from specdec.drafts.heads.load import as_head, is_head
+from specdec.drafts.coerce import as_model, place
+from specdec.drafts.heads import MTP, HeadModel
+from specdec.drafts.heads.load import from_hub, is_checkpoint, is_head
+from specdec.drafts.heads.load import load as load_head
 from specdec.drafts.spire.model import FILE, SpireModel
+from specdec.elsewhere import METHODS
 from specdec.masks import streaming
 from specdec.models.hf import HFModel
 from specdec.models.load import load as read
@@ -20,19 +21,21 @@ from specdec.models.load import load_tokenizer
 from specdec.models.windowed import Windowed
 
 
-def load(name: str, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+def load(name: str, dtype: torch.dtype | None = None, device: Any = None) -> tuple[Any, Any]:
     """A transformers model in evaluation mode, and its tokenizer.
 
     Args:
         name: a pocket model, or a folder or hub id that transformers can load. dtype: of the weights; default: float32 for a pocket
-            model, the checkpoint's own for others.
+            model, the checkpoint's own for others. device: where it goes; default: the CPU for a pocket model, for others the GPU if there is one.
     Raises:
         FileNotFoundError, ValueError: as ``HFModel.from_pretrained``.
     """
     if name in zoo.names():
         model, tokenizer = zoo.load(name)
-        return (model if dtype is None else in_dtype(model, dtype)), tokenizer
-    model, tokenizer = read(name, dtype="auto" if dtype is None else dtype), load_tokenizer(name)
+        model = model if dtype is None else in_dtype(model, dtype)
+        return (model if device is None else model.to(device)), tokenizer
+    model = read(name, dtype="auto" if dtype is None else dtype, device_map=place(None, device))
+    tokenizer = load_tokenizer(name)
     as_model((model, tokenizer), name)  # refuses what no wrapper runs
     return model, tokenizer
 
@@ -45,20 +48,42 @@ def in_dtype(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def load_draft(name: str, target: Any) -> Any:
-    """A ``SpireModel`` or a head for ``target``, or a causal LM, in float32; a pocket model's name or a folder.
+def load_draft(name: str, target: Any, dtype: torch.dtype | None = None) -> Any:
+    """A ``SpireModel`` or a head for ``target``, or a causal LM and its tokenizer, on the target's device.
 
+    Args:
+        name: a pocket model, a folder or a hub id. target: an ``HFModel`` or an ``OwnCache``. dtype: as for ``load``.
     Raises:
-        SystemExit: there is no such draft.
+        SystemExit: it is the name of another engine's method. FileNotFoundError, ValueError, ConnectionError: there is no such draft, or it is of another target.
     """
     folder = draft_folder(name)
-    if (folder / FILE).exists():
-        return SpireModel.from_pretrained(folder, target, dtype=torch.float32)
-    if is_head(folder):
-        return as_head(folder).float().bound(target)
-    if folder.is_dir():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    raise SystemExit(f"no draft {name!r}: give a folder, or one of {', '.join(zoo.names())}")
+    here = folder.is_dir()
+    if name in METHODS and not here:
+        raise SystemExit(f"no draft {name!r}, a name of vLLM's: {METHODS[name]}")
+    if dtype is None and here and folder.resolve().parent == zoo.FOLDER.resolve():
+        dtype = torch.float32
+    if is_head(folder) or is_checkpoint(name):
+        return load_head(folder if here else name, target, dtype=dtype)
+    if (folder / FILE).exists() if here else name.count("/") == 1 and from_hub(name, FILE, {}) is not None:
+        where = place(None, target.device)
+        kind = "auto" if dtype is None else dtype
+        return SpireModel.from_pretrained(folder if here else name, target, dtype=kind, device_map=where)
+    model, tokenizer = load(name, dtype, target.device)
+    return model, load_tokenizer(folder) if here else tokenizer
+
+
+def own_head(target: Any) -> drafts.Head:
+    """The MTP layer of the target's own checkpoint.
+
+    Raises:
+        SystemExit: it has none that ``MTP`` runs.
+    """
+    try:
+        return drafts.Head(MTP.from_checkpoint(target))
+    except ValueError as error:
+        raise SystemExit(
+            f"no draft 'mtp', which is the MTP layer of the target's own checkpoint ({error}): name another draft; recipes/train_head.py trains a head"
+        ) from None
 
 
 def draft_folder(name: str) -> Path:
@@ -66,14 +91,19 @@ def draft_folder(name: str) -> Path:
     return Path(name) if Path(name).is_dir() else zoo.FOLDER / name
 
 
-def draft_part(spec: str, target: HFModel, window: int, sinks: int) -> tuple[str, Any]:
-    """The name and the draft of ``NAME=DRAFT``, where ``DRAFT`` is as for ``load_draft``, or ``ngram``, ``magicdec``, ``none`` or ``windowed:DRAFT``.
+def draft_part(
+    spec: str, target: HFModel, window: int, sinks: int, dtype: torch.dtype | None = None
+) -> tuple[str, Any]:
+    """The name and the draft of ``NAME=DRAFT``, where ``DRAFT`` is as for ``load_draft``, ``ngram``, ``magicdec``, ``none``, ``windowed:DRAFT``, or ``mtp``,
+    the MTP layer of the target's own checkpoint.
 
     A causal LM keeps its keys and values in eight bits as ``fp8:DRAFT``, windowed as ``windowed:fp8:DRAFT``. One with another tokenizer than the
     target's is ``Translated``, and ``TextMatch`` as ``text:DRAFT``.
 
+    Args:
+        dtype: as for ``load``; ``mtp`` has the target's.
     Raises:
-        SystemExit: there is no such draft, or ``fp8:`` is given for a draft that is not a causal LM.
+        SystemExit: the target has no such layer, or ``fp8:`` is given for a draft that is not a causal LM; and other errors as ``load_draft``.
     """
     name, equals, said = spec.partition("=")
     said = said if equals else name
@@ -83,11 +113,13 @@ def draft_part(spec: str, target: HFModel, window: int, sinks: int) -> tuple[str
         return name, drafts.NoDraft()
     if said == "magicdec":
         return name, drafts.MagicDec(window=window, sinks=sinks)
+    if said == "mtp":
+        return name, own_head(target)
     by_text = said.startswith("text:")
     said = said.removeprefix("text:")
     narrow = said.startswith("windowed:")
     said = said.removeprefix("windowed:")
-    found = load_draft(said.removeprefix("fp8:"), target.model)
+    found = load_draft(said.removeprefix("fp8:"), target, dtype)
     kv_dtype = torch.float8_e4m3fn if said.startswith("fp8:") else None
     if kv_dtype is not None and isinstance(found, SpireModel | HeadModel):
         raise SystemExit(f"no draft {said!r}: keys and values of eight bits are for causal LMs")
@@ -95,9 +127,9 @@ def draft_part(spec: str, target: HFModel, window: int, sinks: int) -> tuple[str
         return name, drafts.Spire(found)
     if isinstance(found, HeadModel):
         return name, drafts.Head(found.masked(streaming(window, sinks)) if narrow else found)
-    own = load_tokenizer(draft_folder(said.removeprefix("fp8:")))
+    lm, own = found
     shared = share_ids(own, target.tokenizer)
-    model: Any = HFModel(found, target.tokenizer if shared else own, kv_dtype=kv_dtype)
+    model: Any = HFModel(lm, target.tokenizer if shared else own, kv_dtype=kv_dtype)
     model = Windowed(model, window, sinks) if narrow else model
     if by_text:
         return name, drafts.TextMatch(model, target.tokenizer)

@@ -76,9 +76,9 @@ class MethodSettings:
 
     def model(self, name: str) -> HFModel:
         """A model by name, with these settings."""
-        raw, tokenizer = load(name, getattr(torch, self.dtype))
+        raw, tokenizer = load(name, getattr(torch, self.dtype), self.device)
         return HFModel(
-            raw.to(self.device), tokenizer, graphs=self.graphs or False, bf16_weights=self.bf16_weights,
+            raw, tokenizer, graphs=self.graphs or False, bf16_weights=self.bf16_weights,
         )  # fmt: skip
 
     def spire_model(self, target: HFModel) -> SpireModel:

@@ -1,10 +1,10 @@
-"""The common options of recipes: threads, seed, a JSON report, and figures."""
+"""The common options of recipes: threads, seed, a JSON report, device and precision of models, and figures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -31,6 +31,59 @@ class Recipe:
         """Write the report if ``json`` is set."""
         if self.json:
             write(self.json, rows, self.seed)
+
+
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class Placed(Recipe):
+    """The base of the settings of recipes for models of the user's own."""
+
+    device: str = option(
+        "",
+        "where models go, such as cpu or cuda:1 (default: the GPU if there is one; beside a pocket target, the CPU)",
+    )
+    dtype: Precision = option(
+        "auto", "of weights (default: auto, as they are stored; float32 for pocket models)"
+    )
+
+    def begin(self) -> None:
+        """As ``Recipe.begin``.
+
+        Raises:
+            SystemExit: there is no such device.
+        """
+        super().begin()
+        try:
+            kind = torch.device(self.device or "cpu").type
+        except RuntimeError:
+            raise SystemExit(f"--device {self.device}: give cpu, cuda, or cuda:1 and the like") from None
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise SystemExit(
+                f"--device {self.device}: PyTorch sees no CUDA device: give cpu, or leave it out"
+            )
+
+    @property
+    def place(self) -> str | None:
+        """Where ``loading.load`` puts a target; ``None``: it chooses."""
+        return self.device or None
+
+    @property
+    def precision(self) -> torch.dtype | None:
+        """The dtype of ``loading.load``; ``None``: as stored."""
+        return None if self.dtype == "auto" else getattr(torch, self.dtype)
+
+
+@dataclass(frozen=True)
+class Replayed(Placed):
+    """The base of the settings of recipes that replay drafts on recorded texts."""
+
+    dtype: Precision = option(
+        "float32",
+        "of weights (default: float32, in which replays are exact; auto: as they are stored; in half precision a draft's probabilities depend "
+        "on the shape of the batch, and the check of a replay may refuse the draft)",
+    )
 
 
 @dataclass(frozen=True)

@@ -103,9 +103,9 @@ def is_checkpoint(name: Any, options: Mapping[str, Any] | None = None) -> bool:
     if not Path(name).exists() and isinstance(name, str) and name.count("/") == 1 and name[0] not in "./~":
         given = options or {}
         check_hub_name(name, given)
-        config = _from_hub(name, "config.json", given)
+        config = from_hub(name, "config.json", given)
         if config is None:
-            return _from_hub(name, FILE, given) is not None
+            return from_hub(name, FILE, given) is not None
     try:
         found = json.loads(config.read_text(encoding="utf-8")) if config is not None else None
     except (OSError, ValueError):
@@ -113,7 +113,7 @@ def is_checkpoint(name: Any, options: Mapping[str, Any] | None = None) -> bool:
     return isinstance(found, dict) and layout_of(found) is not None
 
 
-def _from_hub(name: str, file: str, options: Mapping[str, Any]) -> Path | None:
+def from_hub(name: str, file: str, options: Mapping[str, Any]) -> Path | None:
     """A file of a hub id: from the cache, or from the hub; ``None``: there is none, or it is not for all to read."""
     where = {key: options[key] for key in ("cache_dir", "revision") if options.get(key) is not None}
     within = options.get("subfolder") or ""
