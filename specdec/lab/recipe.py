@@ -34,6 +34,12 @@ class Recipe:
 
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
+PRECISIONS: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class Placed(Recipe):
     @property
     def precision(self) -> torch.dtype | None:
         """The dtype of ``loading.load``; ``None``: as stored."""
-        return None if self.dtype == "auto" else getattr(torch, self.dtype)
+        return PRECISIONS[self.dtype]
 
 
 @dataclass(frozen=True)
