@@ -135,7 +135,7 @@ def test_the_first_tokens_are_the_prompt(recipe, place, tmp_path):
         ({"dataset": ""}, "--dataset is missing"),
         ({"new_tokens": 0}, "--new-tokens 0: give at least 1"),
         ({"column": "text"}, "--column text: the data set has it"),
-        ({"draft": "nowhere"}, "no draft 'nowhere'"),
+        ({"draft": "nowhere"}, "'nowhere' is neither a folder nor a pocket model"),
         ({"temperature": -1.0}, "temperature"),
     ],
 )

@@ -166,8 +166,9 @@ def test_contenders_are_loaded_and_missing_ones_are_named(tmp_path):
     head = Eagle3.from_target(target)
     head.save_pretrained(tmp_path / "mine")
     (tmp_path / "mine" / "README.md").write_text("x\n\n**Training.** 5.00 M tokens of 7.0 M tokens\n")
-    specs = ["pocket-vanilla", "pocket-spire", f"mine={tmp_path / 'mine'}", "nowhere"]
+    specs = ["pocket-vanilla", "pocket-spire", f"mine={tmp_path / 'mine'}", "nowhere", "hub=me/nowhere"]
     found, missing = contenders.contenders(specs, target, 6)
+    assert missing.pop("hub").startswith("'me/nowhere' is neither a folder nor a pocket model")
     assert missing == {"nowhere": "there is no folder nowhere"}
     assert [(c.name, c.longest, c.tokens_trained) for c in found] == [
         ("pocket-vanilla", 6, 8.7e6), ("pocket-spire", 6, 15e6), ("mine", 6, 5e6)
