@@ -46,7 +46,7 @@ class Settings(Placed):
     new_tokens: int = option(512, "the most tokens of an answer")
     temperature: float = option(1.0, "of the target (0: greedy)")
     draft: str = option(
-        "", "a pocket model, a folder, a hub id, ngram, magicdec or mtp (default: plain decoding)"
+        "", "a pocket model, a folder, a hub id, ngram, suffix, magicdec or mtp (default: plain decoding)"
     )
     k: int = option(4, "tokens that the draft proposes in a round")
     batch: int = option(16, "answers at a time")

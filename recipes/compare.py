@@ -6,7 +6,7 @@
 The target's texts after the prompts are recorded in --trace (a later run continues it, and a finished one is read), and every draft is
 replayed on them (docs/lab.md), so a new draft costs seconds (`prompts_per_minute`: of the replay, or of reading an earlier one's result). --prompts is a JSON-lines file with a "prompt", a list of "turns" or a chat's "messages" a line, and an
 optional "category" and "source" (prompts of one source are one cluster of the bootstrap); default: the held-out prompts of the pocket corpus. A
-draft is a pocket model, a folder, a hub id, or one of ngram, magicdec, mtp (the MTP layer of the target's own checkpoint), windowed:DRAFT and fp8:DRAFT (keys and values of eight bits). One with another
+draft is a pocket model, a folder, a hub id, or one of ngram, suffix, magicdec, mtp (the MTP layer of the target's own checkpoint), windowed:DRAFT and fp8:DRAFT (keys and values of eight bits). One with another
 tokenizer than the target's proposes tokens that both have (drafts.Translated), or, as text:DRAFT, its text in the target's tokens (drafts.TextMatch).
 """
 

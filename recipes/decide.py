@@ -30,6 +30,7 @@ from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import by_turns, cut, read, shipped
 from specdec.lab.recipe import Placed, Plotted
 from specdec.parts import as_draft
+from specdec.prompts import stop_rules
 
 PLAIN = "plain"
 UNTRAINED = {"ngram": sd.drafts.NGram, "suffix": sd.drafts.Suffix, "magicdec": sd.drafts.MagicDec}
@@ -138,6 +139,8 @@ def main(s: Settings) -> Live:
             raise SystemExit(f"--target {s.target}: it has no tokenizer: save one into its folder")
         learn, test = halves(s, target)
         made = decoders(s, target)
+        for one in made.values():  # drafts may have room for fewer tokens than the target
+            stop_rules(one, [*learn, *test], s.new_tokens, ends, (), (), max(s.batches))
         found = sd.compare(made, learn, s.batches, s.repeats, s.new_tokens, PLAIN, s.seed, ends)
     print(f"{found}\n")
     rows = [{"part": "search", **row} for row in found.rows]

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from recipe_runs import imported, report
+from tiny import tiny
 
 import specdec as sd
 from specdec import zoo
@@ -91,6 +92,17 @@ def test_chats_stay_whole_and_what_is_too_long_is_refused(recipe, chatty, tmp_pa
 def test_a_lead_that_may_be_noise_is_no_recommendation(low, said, recipe):
     row = {"method": "a/2", "ratio": 1.3, "ratio_low": low, "ratio_high": 1.5}
     assert recipe.verdict(row).startswith(said)
+
+
+def test_a_prompt_that_a_draft_has_no_room_for_is_refused_before_anything_runs(recipe, tmp_path, monkeypatch):
+    """Also one of the second half."""
+    tiny("llama", vocab_size=4096, max_position_embeddings=64).save_pretrained(tmp_path / "small")
+    monkeypatch.setattr(recipe.sd, "compare", lambda *_: pytest.fail("it ran"))
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": text}) for text in ("one", "one two " * 40)))
+    s = recipe.Settings(drafts=(f"small={tmp_path / 'small'}",), prompts=str(file), new_tokens=8, k=(2,))
+    with pytest.raises(SystemExit, match=r"prompt 1 has \d+ tokens .* the draft has 64: shorten the prompt"):
+        recipe.main(s)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,6 +152,7 @@ def test_a_targets_own_layer_is_a_draft(folders, monkeypatch):
     name, part = draft_part("own=mtp", target, 8, 1)
     assert (name, type(part.model)) == ("own", MTP)
     assert list(made) == ["plain", "mtp/2", "mtp, EAGLE-2 tree of 4"]
+    assert draft_part("suffix", target, 8, 1) == ("suffix", sd.drafts.Suffix())
 
 
 EXACT = ["compare", "evaluate_tau", "optimality", "verifier_rounds", "heads"]
@@ -174,6 +176,20 @@ def test_recipes_pass_device_and_dtype_on(name, monkeypatch):
             with pytest.raises(SystemExit) as ended:
                 recipe.main(recipe.Settings(target="mine", **needed, **options))
             assert str(ended.value) == str(("mine", *expected))
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_target_that_is_trained_for_is_on_its_process_device(gpu, monkeypatch):
+    def stop(*given):
+        raise SystemExit(str(given))
+
+    with imported("train_spire") as recipe:
+        monkeypatch.setattr(recipe, "load", stop)
+        monkeypatch.setattr(recipe, "PartialState", lambda: SimpleNamespace(device=torch.device("cuda:1")))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+        with pytest.raises(SystemExit) as ended:
+            recipe.main(recipe.Settings(target="mine"))
+    assert str(ended.value) == str(("mine", torch.float32, torch.device("cuda:1" if gpu else "cpu")))
 
 
 def test_devices_that_are_not_there_are_refused(monkeypatch, capsys):

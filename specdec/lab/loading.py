@@ -94,8 +94,8 @@ def draft_folder(name: str) -> Path:
 def draft_part(
     spec: str, target: HFModel, window: int, sinks: int, dtype: torch.dtype | None = None
 ) -> tuple[str, Any]:
-    """The name and the draft of ``NAME=DRAFT``, where ``DRAFT`` is as for ``load_draft``, ``ngram``, ``magicdec``, ``none``, ``windowed:DRAFT``, or ``mtp``,
-    the MTP layer of the target's own checkpoint.
+    """The name and the draft of ``NAME=DRAFT``, where ``DRAFT`` is as for ``load_draft``, ``ngram``, ``suffix``, ``magicdec``, ``none``, ``windowed:DRAFT``, or
+    ``mtp``, the MTP layer of the target's own checkpoint.
 
     A causal LM keeps its keys and values in eight bits as ``fp8:DRAFT``, windowed as ``windowed:fp8:DRAFT``. One with another tokenizer than the
     target's is ``Translated``, and ``TextMatch`` as ``text:DRAFT``.
@@ -109,6 +109,8 @@ def draft_part(
     said = said if equals else name
     if said == "ngram":
         return name, drafts.NGram()
+    if said == "suffix":
+        return name, drafts.Suffix()
     if said == "none":
         return name, drafts.NoDraft()
     if said == "magicdec":
