@@ -208,7 +208,7 @@ def test_cpu_floor(tmp_path):
     assert [(r["method"], r["batch"]) for r in rows] == [(m, b) for b in (1, 2) for m in ("plain", "vanilla")]
     for r in rows:
         assert r["round_ms"] > r["draft_ms"] + r["target_ms"] > 0
-        assert abs(r["floor_ms"] - r["products_ms"] - r["reading_ms"]) < 1e-9
+        assert abs(r["floor_ms"] - r["products_ms"] - r["reading_ms"]) < 1e-6 * r["floor_ms"]
     assert "times floor" in said
 
 
