@@ -9,6 +9,9 @@ of its lead to luck. A draft is a pocket model, a folder or a hub id, of a causa
 MTP layer of the target's own checkpoint. --prompts is a JSON-lines file with a "prompt", a list of "turns" (of which the first is decoded) or a chat's "messages" a
 line, and an optional "source" (prompts of one source are in one half); default: the shipped development prompts.
 
+With --schema, every answer is JSON of a schema, written without whitespace, and a draft may be jump (tokens that the schema forces) or jump:DRAFT (these,
+then the draft's). Answers end where their JSON is complete.
+
 Rows `part, method, batch, tokens_per_second, tau, ratio, ratio_low, ratio_high, ...` as of sd.compare; part is `search`, or `again` for the second
 comparison. Seconds are of all rounds, without the target's reading of the prompt.
 """
@@ -16,6 +19,7 @@ comparison. Seconds are of all rounds, without the target's reading of the promp
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import checkout  # noqa: F401
@@ -33,7 +37,12 @@ from specdec.parts import as_draft
 from specdec.prompts import stop_rules
 
 PLAIN = "plain"
-UNTRAINED = {"ngram": sd.drafts.NGram, "suffix": sd.drafts.Suffix, "magicdec": sd.drafts.MagicDec}
+UNTRAINED = {
+    "ngram": sd.drafts.NGram,
+    "suffix": sd.drafts.Suffix,
+    "magicdec": sd.drafts.MagicDec,
+    "jump": sd.drafts.JumpForward,
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,9 @@ class Settings(Plotted, Placed):
     batches: tuple[int, ...] = option((1, 4), "rows at a time", metavar="N")
     temperature: float = option(1.0, "of the target and the drafts (0: greedy)")
     repeats: int = option(6, "counted runs of each decoder and batch, in each comparison")
+    schema: str | None = option(
+        None, "JSON schema of the answers (needs llguidance, the extra grammar)", metavar="FILE"
+    )
     eos: bool = option(
         False,
         "rows end at the target's end tokens, as for eos_token_id=None of sd.compare (default: all rows have --new-tokens)",
@@ -88,12 +100,14 @@ def part(given: str, name: str, target: Any, dtype: Any) -> Any:
     """A draft by what was said."""
     if given in UNTRAINED:
         return UNTRAINED[given]()
+    if given.startswith("jump:"):
+        return sd.drafts.JumpForward(part(given.removeprefix("jump:"), name, target, dtype))
     return own_head(target) if given == "mtp" else as_draft(load_draft(given, target, dtype), name)
 
 
 def decoders(s: Settings, target: Any) -> dict[str, sd.Decoder]:
     """By name: plain decoding, every draft with every length, and trees."""
-    base = sd.decoder(target).sampling(temperature=s.temperature)
+    base = sd.decoder(target).sampling(temperature=s.temperature, grammar=grammar(s, target))
     made = {PLAIN: base.build()}
     for spec in s.drafts:
         name, _, given = spec.partition("=")
@@ -114,8 +128,25 @@ def decoders(s: Settings, target: Any) -> dict[str, sd.Decoder]:
     return made
 
 
+def grammar(s: Settings, target: Any) -> Any:
+    """That of --schema."""
+    if s.schema is None:
+        return None
+    try:
+        return sd.grammars.json_schema(Path(s.schema).read_text("utf-8"), target.tokenizer, whitespace=False)
+    except (ImportError, ValueError) as error:
+        raise SystemExit(f"--schema {s.schema}: {error}") from None
+
+
 def check(s: Settings) -> None:
     """Refuse settings that need no model to be wrong."""
+    if s.schema is not None and not Path(s.schema).is_file():
+        raise SystemExit(f"--schema {s.schema}: there is no such file")
+    jumps = [
+        spec for spec in s.drafts if spec.partition("=")[2].startswith("jump") or spec.startswith("jump")
+    ]
+    if jumps and s.schema is None:
+        raise SystemExit(f"--drafts {jumps[0]}: nothing is forced without a schema: give --schema FILE")
     names = [spec.partition("=")[0] for spec in s.drafts]
     wrong = [name for name in names if not name or name == PLAIN or names.count(name) > 1]
     if wrong:

@@ -43,6 +43,23 @@ def test_a_draft_that_refuses_is_left_out(recipe, target, capsys):
     assert "words/2 is left out: target and draft have different tokenizers" in said
 
 
+def test_answers_follow_a_schema(recipe, target, tmp_path):
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "object", "properties": {"size": {"enum": [1, 2]}}, "required": ["size"]}')
+    drafts = ("ngram", "jump", "both=jump:pocket-vanilla")
+    s = recipe.Settings(drafts=drafts, k=(4,), trees=(0,), temperature=0.0, schema=str(file))
+    recipe.check(s)
+    made = recipe.decoders(s, target)
+    assert list(made) == ["plain", "ngram/4", "jump/4", "both/4"]
+    outs = {name: one.generate("x = ", 24) for name, one in made.items()}
+    assert {json.loads(out.texts[0])["size"] for out in outs.values()} <= {1, 2}
+    assert len({out.texts[0] for out in outs.values()}) == 1
+    assert outs["jump/4"].stats.rounds < outs["plain"].stats.rounds
+    file.write_text('{"type": 3}')
+    with pytest.raises(SystemExit, match="--schema .*schema.json: "):
+        recipe.decoders(s, target)
+
+
 def test_prompts_of_one_source_are_in_one_half(recipe, target, tmp_path):
     file = tmp_path / "prompts.jsonl"
     rows = [{"prompt": f"text {n}", "source": source} for n, source in enumerate("abac")]
@@ -149,6 +166,8 @@ def test_the_fastest_is_measured_again_on_other_prompts(recipe, tmp_path, capsys
         ({"k": (0,)}, "--k 0: give lengths"),
         ({"drafts": ("a=ngram", "a=suffix")}, "the name 'a' is"),
         ({"drafts": ("=ngram",)}, "the name '' is"),
+        ({"drafts": ("a=jump:pocket-tiny",)}, "a=jump:pocket-tiny: nothing is forced without a schema"),
+        ({"schema": "nowhere.json"}, "--schema nowhere.json: there is no such file"),
     ],
 )
 def test_bad_settings_end_it(changes, message, recipe):

@@ -92,8 +92,18 @@ def test_trees_of_heads_have_allowed_tokens(name):
     base = sd.decoder(target).greedy().sampling(grammar=grammar)
     decoder = base.draft(sd.drafts.Head(head, tree), length=3).build()
     prompts = [[1, 2, 3, 4, 5], [7, 6, 5]]
+    sizes = []
+    free = base.draft(sd.drafts.Head(head, tree), length=3).sampling(grammar=None, temperature=0.0).build()
+    free.generate(prompts, 16, eos_token_id=(), on_round=lambda r: sizes.append(int(r.proposal.size.max())))
     out, proposed = watched(decoder, prompts, max_new_tokens=16, eos_token_id=())
     assert proposed > 2 * out.stats.rounds  # the first level has as many tokens as without a grammar
+    if name == "dynamic":  # other nodes take the places of forbidden ones
+        found = []
+        decoder.generate(
+            prompts, 16, eos_token_id=(), on_round=lambda r: found.append(int(r.proposal.size.max()))
+        )
+        assert max(found) == max(sizes) == 8
+        assert sum(n == 8 for n in found) > len(found) / 2
     assert out.ids == base.build().generate(prompts, 16, eos_token_id=()).ids
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from specdec.arguments import at_least
 from specdec.drafts.heads.model import HeadModel
-from specdec.drafts.heads.rooted import at_root
 from specdec.drafts.heads.slots import SlotAnchors
+from specdec.drafts.heads.within import within
 from specdec.kernels.device import to_device
 from specdec.kernels.topk import topk
 from specdec.rng import Rng
@@ -66,7 +66,8 @@ class DDTree:
         for n in range(first + int(budget.max())):
             logits, memo = head.step(n, memo, given[:, min(n, first)], at)
             if n >= first:
-                logits = at_root(head, logits, context, sampling) if n == first else logits
+                if n == first:
+                    logits = within(head, logits[:, None], context, sampling)[:, 0]
                 found.append(topk(logits.log_softmax(-1), min(self.total, head.outputs)))
         scores = torch.stack([one.values for one in found], 1).tolist()  # [R, depth, K]
         ids = head.ids[torch.stack([one.indices for one in found], 1)]

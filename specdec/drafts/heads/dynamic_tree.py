@@ -13,8 +13,8 @@ from torch import Tensor
 
 from specdec.arguments import at_least
 from specdec.drafts.heads.model import HeadModel
-from specdec.drafts.heads.rooted import at_root
 from specdec.drafts.heads.slots import SlotAnchors
+from specdec.drafts.heads.within import within
 from specdec.kernels.device import to_device
 from specdec.kernels.topk import topk
 from specdec.rng import Rng
@@ -71,7 +71,7 @@ class DynamicTree:
         for n in range(known - 1):  # the text has run ahead of the features
             _, memo = head.step(n, memo, given[:, n], at)
         logits, memo = head.step(known - 1, memo, given[:, -1], at)
-        logits = at_root(head, logits, context, sampling)
+        logits = within(head, logits[:, None], context, sampling)[:, 0]
         R, k, ids = len(logits), min(self.top_k, head.outputs), head.ids
         best = topk(logits.log_softmax(-1), k)
         score, token = best.values.cpu(), ids[best.indices]
@@ -80,10 +80,14 @@ class DynamicTree:
         frontier, before = torch.arange(k).expand(R, k), at.used
         memo = _each(memo, lambda x: x[:, None].expand(-1, k, *x.shape[1:]))
         above = np.full((R, k), before - 1)  # the slot that each frontier node continues
+        grown = Proposal(
+            token, parents[0], torch.full((R,), k)
+        )  # the frontiers: all nodes that have children
         for level in range(1, min(self.depth, int(budget.max()))):
             begin = at.used
             at.under(above)
             logits, memo = head.step(known - 1 + level, memo, token, at)
+            logits = within(head, logits, context, sampling, grown, k * (level - 1))
             best = topk(logits.log_softmax(-1), k)
             children = (score[..., None] + best.values.cpu()).flatten(1)
             known_nodes = sum(t.shape[1] for t in tokens)
@@ -95,6 +99,9 @@ class DynamicTree:
             parent = chosen // k
             above = (begin + parent).numpy()
             token = tokens[-1].gather(1, to_device(chosen, token.device))
+            if sampling.reads_text:
+                parents_of = torch.cat([grown.parents, k * (level - 1) + parent], 1)
+                grown = Proposal(torch.cat([grown.tokens, token], 1), parents_of, grown.size + k)
             where = torch.arange(R, device=token.device)[:, None], to_device(parent, token.device)
             memo = _each(memo, itemgetter(where))
         return self._best(scores, tokens, parents, budget)

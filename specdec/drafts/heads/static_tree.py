@@ -13,8 +13,8 @@ from torch import Tensor
 
 from specdec.arguments import at_least, whole
 from specdec.drafts.heads.model import HeadModel
-from specdec.drafts.heads.rooted import at_root
 from specdec.drafts.heads.slots import SlotAnchors
+from specdec.drafts.heads.within import within
 from specdec.kernels.topk import topk
 from specdec.rng import Rng
 from specdec.sampling import Sampling
@@ -134,7 +134,8 @@ class StaticTree:
         for n in range(first + deepest):
             logits, memo = head.step(n, memo, given[:, min(n, first)], at)
             if n >= first:
-                logits = at_root(head, logits, context, sampling) if n == first else logits
+                if n == first:
+                    logits = within(head, logits[:, None], context, sampling)[:, 0]
                 found.append(topk(logits, self._ranks()).indices)
         ids = head.ids[torch.stack(found, 1)]  # [R, depth, rank]
         paths = self.paths[: self.nodes(deepest)]
