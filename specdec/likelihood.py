@@ -24,6 +24,7 @@ from specdec.kernels.topk import topk
 from specdec.prompts import Prompts, rows_of
 from specdec.protocols import LanguageModel
 from specdec.sampling import Sampling
+from specdec.serving.requests import Finished
 from specdec.types import Context, Proposal, Verdict
 
 ENTRIES = 2**26
@@ -64,6 +65,15 @@ class LogProbs(Sequence[Any]):
         return f"LogProbs({len(self)} rows, {tokens} tokens{mean})"
 
 
+class _Text(NamedTuple):
+    """A prompt, the ids that were generated for it, the number of its request, and the sampling that this request had of its own."""
+
+    prompt: list[int]
+    ids: list[int]
+    request: int
+    sampling: Sampling | None = None
+
+
 class _Piece(NamedTuple):
     """Some consecutive tokens of a row: ``[n]``, and ``[n, top]`` twice."""
 
@@ -74,7 +84,7 @@ class _Piece(NamedTuple):
 
 def log_probs(
     decoder: Decoder | Builder,
-    generation: Generation | tuple[Prompts, Sequence[Sequence[int]]],
+    generation: Generation | Sequence[Finished] | tuple[Prompts, Sequence[Sequence[int]]],
     *,
     sampled: bool = False,
     top: int | None = None,
@@ -88,9 +98,12 @@ def log_probs(
 
     Args:
         decoder: whose target's probabilities are asked for.
-        generation: what ``generate`` returned; or a pair ``(prompts, ids)``, prompts as for ``generate`` and the generated ids of each.
+        generation: what ``generate`` returned; or a list of what ``serve`` yielded; or a pair ``(prompts, ids)``, prompts as for ``generate`` and the
+            generated ids of each.
         sampled: by default probabilities are the target's own, the softmax of its logits. With ``True`` they are those of the decoder's sampling, from
             which tokens are drawn: after processors, grammar, temperature and truncations. At temperature 0 the most probable token then has 0, all others -inf.
+            A finished request that had a sampling of its own has that one's. A pair does not say what its tokens were drawn from: row b has the settings
+            that the decoder has for request b.
         top: also return so many of the most probable tokens in each place; ``None``: none.
         batch_size: read at most so many rows at a time; ``None``: all of them.
         chunk: the most generated tokens of a row in one forward. It is less where the vocabulary is large or the model takes shorter chains only.
@@ -98,8 +111,9 @@ def log_probs(
         ``LogProbs``, a sequence of tensors ``[n]``. They carry no gradient, and may be used where gradients are computed.
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the numbers of prompts and of rows of ids differ, ids are outside the target's vocabulary, a text has more tokens than the target has
-            positions, ``top`` is more than the vocabulary, a number is below 1, the sampling has settings for fewer requests than there are rows, or logits have no distribution.
+        ValueError: a list is empty, or has a request whose prompt is not known, the numbers of prompts and of rows of ids differ, ids are outside the target's
+            vocabulary, a text has more tokens than the target has positions, ``top`` is more than the vocabulary, a number is below 1, the sampling has settings for fewer requests than there are or is made for another target, or logits
+            have no distribution.
         MemoryError: the texts' keys and values do not fit the memory; a smaller ``batch_size`` may.
     """
     if not isinstance(decoder, (Decoder, Builder)):
@@ -110,7 +124,7 @@ def log_probs(
         raise TypeError(f"sampled is {sampled!r}: give True or False")
     decoder = decoder.build() if isinstance(decoder, Builder) else decoder
     target = decoder.target
-    prompts, rows = _texts(target, generation)
+    texts = _texts(target, generation)
     if top is not None:
         at_least(1, "top", top, "give how many tokens are wanted, at least 1", ", or None")
         if top > target.vocab_size:
@@ -118,12 +132,12 @@ def log_probs(
     if batch_size is not None:
         at_least(1, "batch_size", batch_size, "give the most rows of a batch", ", or None for all of them")
     at_least(1, "chunk", chunk, "give the most tokens of a row in one forward, at least 1")
-    parts: list[list[_Piece]] = [[] for _ in rows]
-    some = torch.tensor([b for b, ids in enumerate(rows) if ids], dtype=torch.long)
+    drawn = _Drawn.of(decoder, texts) if sampled else None
+    parts: list[list[_Piece]] = [[] for _ in texts]
+    some = torch.tensor([b for b, text in enumerate(texts) if text.ids], dtype=torch.long)
     size = max(len(some), 1) if batch_size is None else batch_size
     for numbers in some.split(size) if len(some) else ():
-        texts = [(prompts[b], rows[b]) for b in numbers.tolist()]
-        _read(target, decoder.sampling if sampled else None, texts, numbers, top or 0, chunk, parts)
+        _read(target, drawn, [texts[b] for b in numbers.tolist()], numbers, top or 0, chunk, parts)
     # Made outside inference mode, so that the results may be used where gradients are computed.
     dtype = next((pieces[0].values.dtype for pieces in parts if pieces), torch.float32)
     none = torch.zeros(0, top or 0, dtype=dtype)
@@ -133,23 +147,45 @@ def log_probs(
     return LogProbs(values) if top is None else LogProbs(values, top_ids, top_values)
 
 
-def _texts(target: LanguageModel, generation: Any) -> tuple[list[list[int]], list[list[int]]]:
-    """The ids of the prompts and the generated ids of every row, which the target can read."""
+def _texts(target: LanguageModel, generation: Any) -> list[_Text]:
+    """The prompts and the generated ids of every row, which the target can read."""
     if isinstance(generation, Generation):
         prompts, rows = generation.prompt_ids, generation.ids
+    elif isinstance(generation, Sequence) and any(isinstance(one, Finished) for one in generation):
+        return _readable(target, [_finished(b, one) for b, one in enumerate(generation)])
     elif isinstance(generation, tuple) and len(generation) == 2:
         prompts, rows = rows_of(target, generation[0]), _ids(generation[1])
+    elif isinstance(generation, Sequence) and not len(generation):
+        raise ValueError("generation is empty: give at least one finished request, or what generate returned")
     else:
         raise TypeError(
-            f"generation is a {type(generation).__name__}: give what decoder.generate returned, or a pair (prompts, ids) with the generated ids of each "
-            "prompt"
+            f"generation is a {type(generation).__name__}: give what decoder.generate returned, a list of what decoder.serve yielded "
+            "(list(decoder.serve(...))), or a pair (prompts, ids) with the generated ids of each prompt"
         )
     if len(prompts) != len(rows):
         raise ValueError(
             f"generation has {len(prompts)} prompts and ids of {len(rows)} rows: give the ids of each prompt"
         )
+    return _readable(target, [_Text(*both, b) for b, both in enumerate(zip(prompts, rows))])
+
+
+def _finished(b: int, one: Any) -> _Text:
+    """The text of a finished request, entry b of a list."""
+    if not isinstance(one, Finished):
+        raise TypeError(
+            f"generation has a {type(one).__name__} at {b} and finished requests elsewhere: give only what decoder.serve yielded"
+        )
+    if one.ids and not one.prompt_ids:
+        raise ValueError(
+            f"generation has at {b} a finished request without prompt_ids: give what decoder.serve yielded, or a pair (prompts, ids)"
+        )
+    return _Text(one.prompt_ids, one.ids, one.index, one.request.sampling)
+
+
+def _readable(target: LanguageModel, texts: list[_Text]) -> list[_Text]:
+    """The same texts; raises ValueError for one that the target cannot read."""
     limit, V = ModelInfo.of(target).max_positions, target.vocab_size
-    for b, (prompt, ids) in enumerate(zip(prompts, rows)):
+    for b, (prompt, ids, *_) in enumerate(texts):
         outside = next((i for i in (*prompt, *ids) if not 0 <= i < V), None)
         if outside is not None:
             raise ValueError(
@@ -160,7 +196,7 @@ def _texts(target: LanguageModel, generation: Any) -> tuple[list[list[int]], lis
             raise ValueError(
                 f"generation has {len(prompt) + len(ids)} tokens in row {b}, prompt included, and the target has {limit} positions: give a shorter text"
             )
-    return prompts, rows
+    return texts
 
 
 def _ids(given: Any) -> list[list[int]]:
@@ -178,8 +214,8 @@ def _ids(given: Any) -> list[list[int]]:
 @torch.inference_mode()
 def _read(
     target: LanguageModel,
-    sampling: Sampling | None,
-    texts: list[tuple[list[int], list[int]]],
+    drawn: _Drawn | None,
+    texts: list[_Text],
     numbers: Tensor,
     top: int,
     chunk: int,
@@ -190,8 +226,8 @@ def _read(
     Each forward is a round in which everything is accepted: of the next n tokens the first n - 1 are proposed, and the last one is the bonus.
     """
     info = ModelInfo.of(target)
-    full = Context.of([prompt + ids for prompt, ids in texts], request=numbers)
-    length = torch.tensor([len(prompt) for prompt, _ in texts])
+    full = Context.of([text.prompt + text.ids for text in texts], request=numbers)
+    length = torch.tensor([len(text.prompt) for text in texts])
     context, end = replace(full, length=length, prompt_length=length), full.length
     cache = target.cache(context.batch, full.tokens.shape[1])
     while context.batch:
@@ -208,11 +244,11 @@ def _read(
         if info.device is not None and proposal.nodes:
             proposal = proposal.to(info.device)
         logits = target.score(cache, context, proposal if proposal.nodes else None).logits
-        if sampling is None:
+        if drawn is None:
             # Not the logarithm of a softmax, which has no numbers below 1e-45.
             scores = _wide(logits).log_softmax(-1)
         else:
-            scores = _drawn_from(sampling, logits, context, proposal, count)
+            scores = drawn(logits, context, proposal, count)
         _keep(parts, scores, tokens, context, count, top)
         path = torch.where(place < count[:, None] - 1, place, -1)[:, :-1]
         bonus = tokens.gather(1, count[:, None] - 1)[:, 0]
@@ -242,6 +278,44 @@ def _keep(
                 "or nothing but -inf (a model in float16 may need bfloat16 or float32)"
             )
         parts[row].append(_Piece(values[b, :n], top_ids[b, :n], top_values[b, :n]))
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What the tokens of each row were drawn from: ``samplings`` has one for each row, and ``requests [B]`` their numbers."""
+
+    samplings: list[Sampling]
+    requests: Tensor
+
+    @staticmethod
+    def of(decoder: Decoder, texts: list[_Text]) -> _Drawn:
+        """Raises TypeError and ValueError for a request's own sampling that does not fit the decoder's target."""
+        tokenizer = ModelInfo.of(decoder.target).tokenizer
+        for one in {id(text.sampling): text.sampling for text in texts}.values():
+            if one is not None:
+                one.probe(decoder.target.vocab_size, decoder.device or "cpu", tokenizer)
+        return _Drawn(
+            [decoder.sampling if text.sampling is None else text.sampling for text in texts],
+            torch.tensor([text.request for text in texts], dtype=torch.long),
+        )
+
+    def __call__(self, logits: Tensor, context: Context, proposal: Proposal, count: Tensor) -> Tensor:
+        """As ``_drawn_from``, for rows of several samplings; ``context.request`` has the numbers of rows."""
+        rows: dict[int, list[int]] = {}
+        for b, row in enumerate(context.request.tolist()):
+            rows.setdefault(id(self.samplings[row]), []).append(b)
+        asked, out = replace(context, request=self.requests[context.request]), logits
+        for some in rows.values():
+            one, which = self.samplings[int(context.request[some[0]])], torch.tensor(some)
+            if len(rows) == 1:
+                return _drawn_from(one, logits, asked, proposal, count)
+            at = to_device(which, logits.device)
+            chain = Proposal.chain(
+                proposal.tokens[to_device(which, proposal.tokens.device)], count[which] - 1
+            )
+            out = torch.zeros_like(_wide(logits)) if out is logits else out
+            out[at] = _drawn_from(one, logits[at], asked.select(which), chain, count[which]).to(out.dtype)
+        return out
 
 
 def _drawn_from(

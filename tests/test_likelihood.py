@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import specdec as sd
 from specdec import likelihood
 from specdec.drafts.translated.model import Translated
 from specdec.executors import Ahead, Optimistic, Pipelined
+from specdec.grammars import Table
 from specdec.models import Masked, OwnCache, Windowed
 from specdec.types import Scores
 
@@ -243,6 +245,76 @@ def test_what_was_sampled_from(llama, sampling, chunk):
     close(raw[0], of(own(llama, PROMPTS[0], out.ids[0]), out.ids[0]))
 
 
+REQUESTS = [
+    None,
+    sd.Sampling(0),
+    sd.Sampling(0.7, top_k=9),
+    sd.Sampling(1.4, processors=(no_repeats,)),
+    sd.Sampling(2.0, grammar=Table(((*range(10), *[-1] * 87), *[tuple(0 for _ in range(97))] * 9))),
+]
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_finished_requests_have_the_sampling_that_they_had(llama, batch_size):
+    """Those of a request's own where it has one, in whatever order they end; from one stream or from several."""
+    decoder = sd.decoder(llama).draft(sd.drafts.NGram(), length=3).sampling(temperature=0.5).build()
+    requests = [
+        sd.Request(PROMPTS[b % 3], [30, 12, 41][b % 3], seed=b, sampling=one)
+        for b, one in enumerate(REQUESTS)
+    ]
+    done = list(decoder.serve(requests, limit=3, own_sampling=True))
+    done += decoder.serve(requests[1:3], own_sampling=True)
+    assert [one.index for one in done] != sorted(one.index for one in done)
+    found = sd.log_probs(decoder, done, sampled=True, top=2, batch_size=batch_size)
+    raw = sd.log_probs(decoder, done)
+    for b, one in enumerate(done):
+        assert one.prompt_ids == one.request.prompt
+        logits, sampling = own(llama, one.prompt_ids, one.ids), one.request.sampling or decoder.sampling
+        close(raw[b], of(logits, one.ids))
+        for n, token in enumerate(one.ids):
+            context = sd.Context.of([one.prompt_ids + one.ids[:n]])
+            context = replace(context, prompt_length=torch.tensor([len(one.prompt_ids)]))
+            scores = sampling(logits[None, n : n + 1], context)[0, 0].log()
+            close(found[b][n], scores[token])
+            close(found.top_values[b][n], scores.topk(2).values)
+            assert scores[token] > -math.inf
+    pair = ([one.prompt_ids for one in done], [one.ids for one in done])
+    assert float((sd.log_probs(decoder, pair, sampled=True).totals - found.totals).abs().max()) > 1
+
+
+def test_finished_requests_have_the_entries_of_their_numbers(llama):
+    """A decoder with lists of settings gives request n entry n, and requests end in another order."""
+    decoder = sd.decoder(llama).sampling(temperature=[0.5, 0.0, 2.0]).build()
+    requests = [sd.Request(prompt, budget) for prompt, budget in zip(PROMPTS, BUDGETS)]
+    done = list(decoder.serve(requests, seed=0))
+    assert [one.index for one in done] == [1, 0, 2]
+    found = sd.log_probs(decoder, done, sampled=True)
+    expected = sd.log_probs(decoder, decoder.generate(PROMPTS, BUDGETS, seed=0), sampled=True)
+    for b, one in enumerate(done):
+        close(found[b], expected[one.index])
+    assert found[0].tolist() == [0] * 12
+
+
+def test_requests_that_did_not_start_have_no_tokens(llama):
+    requests = [sd.Request([1, 2], 3), sd.Request([500], 3), sd.Request([3], 3, cancelled=lambda: True)]
+    decoder = sd.decoder(llama).build()
+    done = list(decoder.serve(requests, seed=0, errors="yield", own_sampling=True))
+    found = sd.log_probs(decoder, tuple(sorted(done, key=lambda one: one.index)), sampled=True)
+    assert [len(row) for row in found] == [3, 0, 0]
+    with pytest.raises(ValueError, match="generation has at 0 a finished request without prompt_ids"):
+        sd.log_probs(decoder, [replace(one, prompt_ids=[]) for one in done if one.ids])
+    with pytest.raises(TypeError, match="generation has a int at 1 and finished requests elsewhere"):
+        sd.log_probs(decoder, [done[0], 3])
+    with pytest.raises(ValueError, match="generation is empty"):
+        sd.log_probs(decoder, [])
+    with pytest.raises(TypeError, match=r"generation is a generator: .*list\(decoder.serve"):
+        sd.log_probs(decoder, decoder.serve(requests))
+    narrow = sd.Sampling(grammar=Table((tuple(range(40)), *[(0,) * 40] * 39), end_ids=(50,)))
+    wrong = replace(done[0], request=sd.Request([1], 3, sampling=narrow), prompt_ids=[1], ids=[2])
+    with pytest.raises(ValueError, match="end_ids of the grammar has 50"):
+        sd.log_probs(sd.decoder(TABLE), [wrong], sampled=True)
+
+
 def test_at_temperature_0_other_tokens_are_impossible(llama):
     greedy = sd.decoder(llama).greedy().build()
     out = greedy.generate(PROMPTS, 8)
@@ -341,7 +413,7 @@ def test_logits_without_a_distribution_are_refused():
         (
             {"generation": [[1, 2]]},
             TypeError,
-            "generation is a list: give what decoder.generate returned, or",
+            "generation is a list: give what decoder.generate returned, a list of",
         ),
         ({"generation": None}, TypeError, "generation is a NoneType"),
         ({"generation": ([[1]], "ab")}, TypeError, "rows of whole numbers"),

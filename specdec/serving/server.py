@@ -154,7 +154,7 @@ class Server:
     def _unserved(self, due: Due, finish: str, error: Exception | None = None) -> Finished:
         """The result of a request that never joined."""
         now = self.time
-        times = {"arrived": due.arrived, "started": now, "first_token": now, "finished": now}
+        times: Any = {"arrived": due.arrived, "started": now, "first_token": now, "finished": now}
         text = "" if self.tokenizer else None
         if error is not None:
             let_go(error)
@@ -376,6 +376,7 @@ class Server:
                 first_token=one.first_token,
                 finished=time,
                 error=one.error,
+                prompt_ids=one.prompt,
             )
         self.scheduler.clock = perf_counter()  # the consumer's time belongs to no round
 
