@@ -4,8 +4,8 @@
     curl localhost:8000/v1/completions -d '{"prompt": "import os", "max_tokens": 32, "temperature": 0}'
 
 POST /v1/completions and /v1/chat/completions take `prompt` (a text or ids) or `messages`, `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `seed`,
-`stop`, `ignore_eos`, `stream`, `stream_options`, and a grammar as `response_format` or as vLLM's `structured_outputs` (`json`, `regex` or `grammar`). An
-unsupported field is refused by name, unless its value has no effect. GET /v1/models and /health answer, too. All requests share the batches of one decoder (Decoder.serve). The usage of an answer says
+`stop`, `ignore_eos`, `stream`, `stream_options`, `n`, `logprobs` (with `top_logprobs` in a chat, `echo` in a completion), and a grammar as `response_format` or as
+vLLM's `structured_outputs` (`json`, `regex` or `grammar`). An unsupported field is refused by name, unless its value has no effect. GET /v1/models and /health answer, too. All requests share the batches of one decoder (Decoder.serve). The usage of an answer says
 how many drafted tokens were accepted and rejected. --draft is a pocket model, a folder or a hub id, of a causal LM, a SPIRe draft or a head, or one of ngram,
 suffix and none; --plain decodes with the target alone, so that the same client measures both.
 
@@ -33,7 +33,7 @@ from specdec.capabilities import ModelInfo
 from specdec.lab.console import quiet, short_errors
 from specdec.lab.options import option, parse
 from specdec.parts import as_draft
-from specdec.serving.engine import Engine, Stopped
+from specdec.serving.engine import Engine, Said, Stopped
 from specdec.serving.openai import Answer, asked
 
 UNTRAINED = {"ngram": sd.drafts.NGram, "suffix": sd.drafts.Suffix, "none": sd.drafts.NoDraft}
@@ -106,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
         except Exception as error:  # a chat template may raise anything
             self._refuse(400, str(error))
             return
-        answer = Answer(chat, self.server.name, job)
+        answer = Answer(chat, self.server.name, job, body.get("prompt"), engine.names)
         try:
             if body.get("stream"):
                 self._stream(answer, bool((body.get("stream_options") or {}).get("include_usage")))
@@ -118,18 +118,19 @@ class Handler(BaseHTTPRequestHandler):
             job.gone.set()
 
     def _whole(self, answer: Answer) -> None:
-        while isinstance(said := answer.job.next(self.connection), sd.StreamChunk):
-            pass
-        if not self._failed(said):
-            text = answer.job.shown(said.text, last=True)
-            content: Any = (
-                {"message": {"role": "assistant", "content": text}} if answer.chat else {"text": text}
-            )
-            self._send(200, answer.made({**content, **answer.end(said)}) | {"usage": answer.usage(said)})
+        ends: list[Any] = []
+        while len(ends) < answer.job.choices:
+            said: Any = answer.job.next(self.connection)
+            if self._failed(said):
+                return
+            if not is_chunk(said):
+                ends.append(said)
+        ends.sort(key=lambda said: said.choice)
+        self._send(200, answer.made(*map(answer.whole, ends)) | {"usage": answer.usage(ends)})
 
     def _failed(self, said: Any) -> bool:
         """Whether an error was said; then it is the answer."""
-        error = said if isinstance(said, BaseException) else said.error
+        error = error_of(said)
         if error is None:
             return False
         self._refuse(400 if isinstance(error, (TypeError, ValueError)) else 500, str(error))
@@ -137,31 +138,34 @@ class Handler(BaseHTTPRequestHandler):
 
     def _stream(self, answer: Answer, usage: bool) -> None:
         """Server-sent events, one for every round; an error before the first is an answer of its own."""
-        said = answer.job.next(self.connection)
-        if isinstance(said, sd.StreamChunk) and said.finish == "error":
+        said: Any = answer.job.next(self.connection)
+        while is_chunk(said) and said.what.finish == "error":
             said = answer.job.next(self.connection)
-        if not isinstance(said, sd.StreamChunk) and self._failed(said):
+        if self._failed(said):
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
-        text, sent, first = "", 0, True
-        while isinstance(said, sd.StreamChunk):
-            text += said.text
-            shown = answer.job.shown(text, last=said.finish is not None)
-            self._event(
-                answer.made(answer.piece(shown[sent:], first=first) | {"finish_reason": None}, part=True)
-            )
-            sent, first = max(sent, len(shown)), False
+        texts, sent, ends = dict[int, str](), dict[int, int](), list[Any]()
+        while (error := error_of(said)) is None:
+            choice = said.choice
+            if is_chunk(said):
+                text = texts[choice] = texts.get(choice, "") + said.what.text
+                shown, before = answer.job.shown(text, last=said.what.finish is not None), sent.get(choice)
+                piece = answer.piece(choice, shown[before or 0 :], first=before is None)
+                self._event(answer.made(piece, part=True))
+                sent[choice] = max(before or 0, len(shown))
+            else:
+                ends.append(said)
+                self._event(answer.made(answer.piece(choice) | answer.end(said), part=True))
+            if len(ends) == answer.job.choices:
+                break
             said = answer.job.next(self.connection)
-        error = said if isinstance(said, BaseException) else said.error
         if error is not None:
             self._event({"error": {"message": str(error), "type": type(error).__name__}})
-        else:
-            self._event(answer.made(answer.piece() | answer.end(said), part=True))
-            if usage:
-                self._event(answer.made(None, part=True) | {"usage": answer.usage(said)})
+        elif usage:
+            self._event(answer.made(part=True) | {"usage": answer.usage(ends)})
         self.wfile.write(b"data: [DONE]\n\n")
         self.wfile.flush()
 
@@ -185,6 +189,17 @@ class Handler(BaseHTTPRequestHandler):
         kind = {400: "invalid_request_error", 404: "not_found_error"}.get(status, "server_error")
         message = re.sub(r"^request \d+: ", "", message).replace("prompt 0", "the prompt")
         self._send(status, {"error": {"message": message, "type": kind, "code": status}})
+
+
+def is_chunk(said: Any) -> bool:
+    return isinstance(said, Said) and isinstance(said.what, sd.StreamChunk)
+
+
+def error_of(said: Any) -> BaseException | None:
+    """The error that was said, if any: of the engine, or of a finished choice."""
+    if isinstance(said, BaseException):
+        return said
+    return None if is_chunk(said) else said.what.error
 
 
 class Server(ThreadingHTTPServer):

@@ -140,7 +140,7 @@ def test_a_stop_is_not_shown(server, stream):
 
 
 def test_the_beginning_of_a_stop_waits(endpoint):
-    job = Job(1, ("END", "\n\n"))
+    job = Job([1], ("END", "\n\n"))
     assert job.shown("a\n", last=False) == "a"
     assert job.shown("a\n", last=True) == "a\n"
     assert job.shown("a EN", last=False) == "a "
@@ -164,9 +164,12 @@ def test_a_schema_is_followed(server):
 
 
 WRONG = [
-    ({"prompt": PROMPT, "n": 2}, "n is 2: only 1 is supported"),
-    ({"prompt": PROMPT, "n": True}, "n is true: only 1 is supported"),
-    ({"prompt": PROMPT, "logprobs": 3}, "logprobs is 3: only false"),
+    ({"prompt": PROMPT, "n": 0}, "n is 0: give a number of choices from 1 to 128"),
+    ({"prompt": PROMPT, "n": True}, "n is true: give a whole number"),
+    ({"prompt": PROMPT, "n": 2, "best_of": 2}, "best_of is 2: only 1 is supported"),
+    ({"prompt": PROMPT, "logprobs": 21}, "logprobs is 21: give a number from 0 to 20"),
+    ({"prompt": PROMPT, "logprobs": True}, "logprobs is true: give how many of the most probable tokens"),
+    ({"prompt": PROMPT, "top_logprobs": 2}, "top_logprobs is 2: give the number in logprobs"),
     ({"prompt": PROMPT, "truncate": 3}, "truncate is not supported: leave it out"),
     ({"max_tokens": 3}, "prompt is missing"),
     ({"prompt": [PROMPT, PROMPT]}, "prompt holds 2 prompts: send a request for each"),
@@ -203,7 +206,16 @@ def test_what_is_wrong_is_refused_by_name(server, body, message):
 
 
 def test_what_says_nothing_is_taken(server, endpoint):
-    quiet = {**NEUTRAL, "presence_penalty": 0.0, "user": None, "structured_outputs": {"regex": None}}
+    quiet = {
+        **NEUTRAL,
+        "n": 1,
+        "echo": False,
+        "logprobs": False,
+        "top_logprobs": 0,
+        "presence_penalty": 0.0,
+        "user": None,
+        "structured_outputs": {"regex": None},
+    }
     ids = server.engine.target.tokenizer(PROMPT)["input_ids"]
     said = [
         complete(server, temperature=0, **more) for more in ({}, quiet, {"prompt": ids}, {"prompt": [ids]})
@@ -284,7 +296,7 @@ def test_a_client_that_goes_ends_its_request(server, stream, monkeypatch):
     while jobs[0] in server.engine.open and time.monotonic() < until:
         time.sleep(0.01)
     assert jobs[0].gone.is_set()
-    while isinstance(one := jobs[0].said.get(timeout=60), sd.StreamChunk):
+    while isinstance(one := jobs[0].said.get(timeout=60).what, sd.StreamChunk):
         pass
     assert one.finish == "cancelled"
     assert len(one.ids) < 900

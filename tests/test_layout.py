@@ -25,7 +25,7 @@ FLOORS: tuple[str, ...] = (
     "prompts",
     "executors",
     "serving",
-    "builder custom_generate decoder distributed generation likelihood parts saved",
+    "builder custom_generate decoder distributed generation likelihood parts saved serving.engine serving.openai",
     "data training zoo",
     "audit",
     "testing",

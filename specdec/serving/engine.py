@@ -7,11 +7,16 @@ import socket
 import threading
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
+from specdec.likelihood import LogProbs, log_probs
 from specdec.prompts import rows_of
-from specdec.serving.requests import Request
+from specdec.rng import seeds
+from specdec.serving.logprobs import TokenNames
+from specdec.serving.requests import Finished, Request
 from specdec.texts import StreamChunk
 
 
@@ -19,23 +24,42 @@ class Stopped(RuntimeError):
     """No more requests are taken."""
 
 
+class Said(NamedTuple):
+    """``what`` of a choice: a ``StreamChunk``, or its ``Finished``, with its log-probabilities if they were asked for."""
+
+    choice: int
+    what: Any
+    log_probs: LogProbs | None = None
+
+
 @dataclass(eq=False)
 class Job:
-    """A request of a client: what the engine has to say of it (chunks, then what is finished, or an error), and whether the client is gone."""
+    """A request of a client: what the engine has to say of it (chunks, then what is finished, of each choice, or an error), and whether the client is gone.
 
-    prompt_tokens: int
+    Attributes:
+        choices: how many texts are wanted. left: those that are not finished. top: also the log-probabilities of so many tokens in each place, and of the
+            generated ones; ``None``: none. echo: whether the prompt's tokens have theirs, too.
+    """
+
+    prompt_ids: list[int]
     stops: tuple[str, ...]
+    choices: int = 1
+    top: int | None = None
+    echo: bool = False
     said: queue.Queue[Any] = field(default_factory=queue.Queue)
     gone: threading.Event = field(default_factory=threading.Event)
+    left: int = field(init=False)
 
-    def next(self, connection: socket.socket) -> Any:
+    def __post_init__(self) -> None:
+        self.left = self.choices
+
+    def next(self, connection: socket.socket) -> Said | BaseException:
         """What is said next; raises ConnectionResetError if the client goes before."""
         while True:
-            try:
+            said: Any = None
+            with suppress(queue.Empty):
                 said = self.said.get(timeout=0.2)
-            except queue.Empty:
-                said = None
-            if said is not None and not isinstance(said, StreamChunk):
+            if isinstance(said, BaseException) or (said and isinstance(said.what, Finished)):
                 return said
             try:
                 if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
@@ -66,6 +90,7 @@ class Engine:
     def __init__(self, decoder: Any, limit: int, capacity: int | None = None):
         self.decoder = decoder
         self.target: Any = decoder.target
+        self.names = TokenNames(self.target.tokenizer)
         self.inbox: queue.Queue[Request | None] = queue.Queue()
         self.open, self.lock = set[Job](), threading.Lock()
         self.broken: BaseException | None = None
@@ -76,8 +101,18 @@ class Engine:
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
-    def submit(self, prompt: Any, stops: tuple[str, ...], **settings: Any) -> Job:
-        """Queue a request.
+    def submit(
+        self,
+        prompt: Any,
+        stops: tuple[str, ...],
+        *,
+        n: int = 1,
+        top: int | None = None,
+        echo: bool = False,
+        seed: int | None = None,
+        **settings: Any,
+    ) -> Job:
+        """Queue a request, once for each of ``n`` choices. The first has its ``seed``, and the others have seeds that are made of it.
 
         Raises:
             Stopped: no more are taken. TypeError, ValueError: it is no request, or what its tokenizer's chat template raises.
@@ -85,15 +120,25 @@ class Engine:
         rows = rows_of(self.target, prompt)
         if len(rows) > 1:
             raise ValueError(f"prompt holds {len(rows)} prompts: send a request for each")
-        job = Job(len(rows[0]), stops)
-        request = Request(
-            rows[0], key=job, arrival=None, cancelled=job.gone.is_set, on_chunk=job.said.put, stop_strings=stops, **settings
-        )  # fmt: skip
+        if top is not None and top > self.target.vocab_size:
+            raise ValueError(
+                f"logprobs are asked for {top} tokens, and the model has {self.target.vocab_size}: ask for fewer"
+            )
+        job = Job(rows[0], stops, n, top, echo)
+        own: list[Any] = [seed, *([None] * (n - 1) if seed is None else seeds(seed, n)[1:].tolist())]
+        requests = [
+            Request(
+                rows[0], key=(job, choice), arrival=None, cancelled=job.gone.is_set, seed=one,
+                on_chunk=partial(_say, job, choice), stop_strings=stops, **settings,
+            )
+            for choice, one in enumerate(own)
+        ]  # fmt: skip
         with self.lock:
             if self.broken is not None:
                 raise Stopped(str(self.broken))
             self.open.add(job)
-            self.inbox.put(request)
+            for request in requests:
+                self.inbox.put(request)
         return job
 
     def close(self) -> None:
@@ -120,10 +165,13 @@ class Engine:
         error: BaseException = Stopped("the server is ending")
         try:
             for one in self.stream:
-                job: Any = one.request.key
+                job, choice = one.request.key
+                said = self._said(job, choice, one)
                 with self.lock:
-                    self.open.discard(job)
-                job.said.put(one)
+                    job.left -= 1
+                    if not job.left:
+                        self.open.discard(job)
+                job.said.put(said)
         except BaseException as raised:
             error = raised
             traceback.print_exc()
@@ -133,3 +181,22 @@ class Engine:
                 for job in self.open:
                     job.said.put(error)
                 self.open.clear()
+
+    def _said(self, job: Job, choice: int, one: Finished) -> Said | Exception:
+        """What is said of a finished choice.
+
+        Its log-probabilities are computed here, on the engine's thread, where the stream waits between two rounds. So no round of the target is under way, which a model with
+        captured steps needs, and the other requests wait for about as long as for a prompt of this length.
+        """
+        if job.top is None or one.error is not None or one.finish == "cancelled":
+            return Said(choice, one)
+        text = one.prompt_ids + one.ids
+        try:
+            read: Any = ([text[:1]], [text[1:]]) if job.echo else [one]
+            return Said(choice, one, log_probs(self.decoder, read, top=job.top or None))
+        except Exception as error:
+            return error
+
+
+def _say(job: Job, choice: int, chunk: StreamChunk) -> None:
+    job.said.put(Said(choice, chunk))

@@ -9,25 +9,27 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from specdec.grammars.guidance import json_schema, lark, regex
 from specdec.sampling import Sampling
-from specdec.serving.engine import Job
-from specdec.serving.requests import Finished
+from specdec.serving.engine import Job, Said
+from specdec.serving.logprobs import TokenNames, entries, of_chat, of_completion
+from specdec.texts import added
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 TAKEN: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "seed", "top_k"), (int,)),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "seed", "top_k", "n", "top_logprobs"), (int,)),
     **dict.fromkeys(("temperature", "top_p", "min_p"), (int, float)),
-    **dict.fromkeys(("stream", "ignore_eos"), (bool,)),
+    **dict.fromkeys(("stream", "ignore_eos", "echo"), (bool,)),
     **dict.fromkeys(("stream_options", "response_format", "structured_outputs"), (dict,)),
     **dict.fromkeys(("prompt", "stop"), (str, list)),
     **dict.fromkeys(("model", "user"), (str,)),
     "messages": (list,),
+    "logprobs": (int, bool),
 }
 """What a body may have, and its types."""
 WORDS = {
@@ -39,13 +41,15 @@ WORDS = {
     list: "a list",
 }
 NEUTRAL = {
-    **dict.fromkeys(("n", "best_of", "repetition_penalty", "length_penalty"), 1),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs", "min_tokens", "priority"), 0),
-    **dict.fromkeys(("echo", "logprobs", "use_beam_search", "include_stop_str_in_output"), False),
+    **dict.fromkeys(("best_of", "repetition_penalty", "length_penalty"), 1),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens", "priority"), 0),
+    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output"), False),
     **dict.fromkeys(("skip_special_tokens", "add_special_tokens", "spaces_between_special_tokens"), True),
     **{"logit_bias": {}, "tools": [], "stop_token_ids": [], "tool_choice": "none", "suffix": ""},
 }
 """What else clients send, with the value that does nothing, which alone is taken."""
+CHOICES, TOP = 128, 20
+"""The most choices of a request, and tokens in each place whose log-probabilities are given, as at OpenAI."""
 
 
 _compiling = threading.Lock()
@@ -113,6 +117,27 @@ def prompt_of(body: Mapping[str, Any], chat: bool) -> Any:
     return made
 
 
+def likely_of(body: Mapping[str, Any], chat: bool) -> dict[str, Any]:
+    """The choices and log-probabilities that a body asks for, as arguments of ``Engine.submit``; raises ValueError for numbers out of range."""
+    n, wanted, top = body.get("n", 1), body.get("logprobs", False), body.get("top_logprobs", 0)
+    echo = bool(body.get("echo"))
+    if not 1 <= n <= CHOICES:
+        raise ValueError(f"n is {n}: give a number of choices from 1 to {CHOICES}")
+    if chat and not isinstance(wanted, bool):
+        raise ValueError(f"logprobs is {wanted}: give true or false, and in top_logprobs how many")
+    if not chat and wanted is True:
+        raise ValueError(f"logprobs is true: give how many of the most probable tokens, 0 to {TOP}")
+    if top and not (chat and wanted):
+        name = "with logprobs: true" if chat else "in logprobs"
+        raise ValueError(f"top_logprobs is {top}: give the number {name}")
+    if echo and (chat or body.get("stream")):
+        raise ValueError("echo is true: only completions that are no stream have it; leave it out")
+    most = top if chat else int(wanted)
+    if not 0 <= most <= TOP:
+        raise ValueError(f"{'top_logprobs' if chat else 'logprobs'} is {most}: give a number from 0 to {TOP}")
+    return {"n": n, "top": None if wanted is False else most, "echo": echo}
+
+
 def asked(body: Any, chat: bool, most: int, tokenizer: Any) -> dict[str, Any]:
     """The arguments of ``Engine.submit`` that a body asks for.
 
@@ -146,6 +171,7 @@ def asked(body: Any, chat: bool, most: int, tokenizer: Any) -> dict[str, Any]:
         "max_new_tokens": body.get("max_completion_tokens", body.get("max_tokens", most)),
         "seed": body.get("seed"),
         "eos_token_id": () if body.get("ignore_eos") else None,
+        **likely_of(body, chat),
     }
     rules = grammar_of(body, tokenizer)
     if settings or rules is not None:
@@ -155,41 +181,78 @@ def asked(body: Any, chat: bool, most: int, tokenizer: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is sent of a job, in OpenAI's words."""
+    """What is sent of a job, in OpenAI's words.
+
+    Args:
+        prompt: as it came, for an echo. names: of the target's tokens.
+    """
 
     chat: bool
     model: str
     job: Job
+    prompt: Any
+    names: TokenNames
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def made(self, choice: Mapping[str, Any] | None, part: bool = False) -> dict[str, Any]:
+    def made(self, *choices: Mapping[str, Any], part: bool = False) -> dict[str, Any]:
         kind = f"chat.completion{'.chunk' if part else ''}" if self.chat else "text_completion"
-        choices = [] if choice is None else [{"index": 0, "logprobs": None, **choice}]
         return {
             "id": self.id,
             "object": kind,
             "created": self.created,
             "model": self.model,
-            "choices": choices,
+            "choices": [{"logprobs": None, **choice} for choice in choices],
         }
 
-    def piece(self, text: str | None = None, first: bool = False) -> dict[str, Any]:
+    def piece(self, choice: int, text: str | None = None, first: bool = False) -> dict[str, Any]:
+        """New text of a choice of a stream."""
         if not self.chat:
-            return {"text": text or ""}
+            return {"index": choice, "text": text or "", "finish_reason": None}
         role = {"role": "assistant"} if first else {}
-        return {"delta": role if text is None else {**role, "content": text}}
+        delta = role if text is None else {**role, "content": text}
+        return {"index": choice, "delta": delta, "finish_reason": None}
 
-    def end(self, one: Finished) -> dict[str, str]:
-        return {"finish_reason": {"length": "length", "cancelled": "abort"}.get(one.finish, "stop")}
+    def whole(self, said: Said) -> dict[str, Any]:
+        """A choice that is not a stream's."""
+        text = self.job.shown(said.what.text, last=True)
+        content: Any = (
+            {"message": {"role": "assistant", "content": text}} if self.chat else {"text": self._echo + text}
+        )
+        return {"index": said.choice, **content, **self.end(said)}
 
-    def usage(self, one: Finished) -> dict[str, Any]:
-        """Counts of tokens. Drafted ones that were accepted or rejected are not among ``completion_tokens``: a stop may drop accepted ones."""
-        accepted, drafted = one.stats.accepted, one.stats.drafted
+    def end(self, said: Said) -> dict[str, Any]:
+        """Why a choice ended, and its log-probabilities."""
+        one = said.what
+        made = {"finish_reason": {"length": "length", "cancelled": "abort"}.get(one.finish, "stop")}
+        if said.log_probs is None:
+            return made
+        shown = self.job.shown(one.text, last=True)
+        found = entries(
+            self.names.tokenizer,
+            one,
+            said.log_probs,
+            len(shown) if len(shown) < len(one.text) else None,
+            self._echo if self.job.echo else None,
+        )
+        return {**made, "logprobs": (of_chat if self.chat else of_completion)(found, self.names)}
+
+    @property
+    def _echo(self) -> str:
+        """The text of the prompt, where it is wanted."""
+        if not self.job.echo or isinstance(self.prompt, str):
+            return self.prompt if self.job.echo else ""
+        return added(self.names.tokenizer, [], self.job.prompt_ids)
+
+    def usage(self, ends: Sequence[Said]) -> dict[str, Any]:
+        """Counts of tokens, of all choices. Drafted ones that were accepted or rejected are not among ``completion_tokens``: a stop may drop accepted ones."""
+        prompt, new = len(self.job.prompt_ids), sum(len(said.what.ids) for said in ends)
+        accepted = sum(said.what.stats.accepted for said in ends)
+        drafted = sum(said.what.stats.drafted for said in ends)
         return {
-            "prompt_tokens": self.job.prompt_tokens,
-            "completion_tokens": len(one.ids),
-            "total_tokens": self.job.prompt_tokens + len(one.ids),
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted,
             },

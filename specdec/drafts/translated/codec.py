@@ -67,10 +67,15 @@ class Codec:
         vocabulary = self.tokenizer.get_vocab()
         found: list[str | bytes | None] = [None] * (1 + max(vocabulary.values()))
         for name, i in vocabulary.items():
-            if i not in self.special:
-                text = self.text([i], inside=True)
-                found[i] = self._bytes(name) if LOST in text else text or None
+            found[i] = self.surface(i, name)
         return found
+
+    def surface(self, i: int, name: str) -> str | bytes | None:
+        """What the id ``i``, a token of this ``name``, adds to a text, as in ``surfaces``."""
+        if i in self.special:
+            return None
+        text = self.text([i], inside=True)
+        return self._bytes(name) if LOST in text else text or None
 
     def _bytes(self, name: str) -> bytes | None:
         """The bytes of a token that is not made of whole characters, if they are known."""
