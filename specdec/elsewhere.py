@@ -7,9 +7,58 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 _SAMPLING = "it is set when the decoder is composed: .sampling({name}={value}).build()"
-_PENALTY = "give .sampling(processors=({class_}({value}),)), with transformers' {class_}"
+_SECOND_PROMPT = (
+    "guidance reads a second prompt beside each text, and a decoder reads one: use transformers' own generate"
+)
+_PROMPT = ", where n is the number of the prompt's tokens (for prompts of several lengths: serve(own_sampling=True), with a sampling in each Request)"
+_COUNTS = "lambda ids, scores: scores - {value} * torch.bincount(ids[0, n:], minlength=scores.shape[-1])"
+_SHORTEST = "MinLengthLogitsProcessor(n + {value}, eos, device=target.device)"
+_WARPED = "TemperatureLogitsWarper(temperature), "
+_INSIDE = (
+    "a model's own forward gives them: model(ids, {name}=True), with the ids of the prompt and of the result"
+)
 _RESULT = "the result always has ids, texts, finish, stats and row_stats"
 _AFTERWARDS = "; sd.log_probs(decoder, out{sampled}) gives the log-probabilities of its tokens"
+_PROCESSORS: dict[str, str] = {
+    "repetition_penalty": "RepetitionPenaltyLogitsProcessor({value})",
+    "no_repeat_ngram_size": "NoRepeatNGramLogitsProcessor({value})",
+    "bad_words_ids": "NoBadWordsLogitsProcessor({value})",
+    "bad_words": "NoBadWordsLogitsProcessor([list of ids, ...])",
+    "suppress_tokens": "SuppressTokensLogitsProcessor({value}, device=target.device)",
+    "begin_suppress_tokens": "SuppressTokensAtBeginLogitsProcessor({value}, n, device=target.device)",
+    "sequence_bias": "SequenceBiasLogitsProcessor({value})",
+    "logit_bias": "SequenceBiasLogitsProcessor({{(token,): bias, ...}})",
+    "min_length": "MinLengthLogitsProcessor({value}, eos, device=target.device)",
+    **dict.fromkeys(("min_new_tokens", "min_tokens"), _SHORTEST),
+    "forced_eos_token_id": "ForcedEOSTokenLogitsProcessor(n + max_new_tokens, {value}, device=target.device)",
+    "exponential_decay_length_penalty": "ExponentialDecayLengthPenalty({value}, eos, n)",
+    "remove_invalid_values": "InfNanRemoveLogitsProcessor()",
+    "typical_p": _WARPED + "TypicalLogitsWarper({value})",
+    "epsilon_cutoff": _WARPED + "EpsilonLogitsWarper({value})",
+    "eta_cutoff": _WARPED + "EtaLogitsWarper({value}, device=target.device)",
+    "top_h": _WARPED + "TopHLogitsWarper({value})",
+    "frequency_penalty": _COUNTS,
+    "presence_penalty": _COUNTS.replace("torch.bincount", "(torch.bincount") + " > 0)",
+    "encoder_repetition_penalty": "function",
+    "encoder_no_repeat_ngram_size": "function",
+    "allowed_token_ids": "function",
+}
+"""Settings that are processors here, by the entries of ``processors``."""
+
+
+def _processors(begin: str, end: str) -> dict[str, str]:
+    """The remedies of ``_PROCESSORS``, each as an argument between ``begin`` and ``end``."""
+    made = {}
+    for name, entry in _PROCESSORS.items():
+        kind = "" if entry.startswith(("lambda", "function")) else ", of transformers' classes"
+        kind = ", a function (ids, scores) -> scores" if entry == "function" else kind
+        left = ", and leave the decoder's temperature at 1" if entry.startswith(_WARPED) else ""
+        n = _PROMPT if "n + " in entry or ", n" in entry or "n:]" in entry else ""
+        comma = "" if entry.startswith(_WARPED) else ","
+        made[name] = f"give {begin}processors=({entry}{comma}){end}{kind}{left}{n}"
+    return made
+
+
 _GRAMMAR = ".sampling(grammar=sd.grammars.json_schema(schema, target.tokenizer)); for other languages grammars.regex or grammars.lark"
 _GRAMMARS = (
     "guided_json",
@@ -39,17 +88,14 @@ GENERATE: dict[str, str] = {
     "target.tokenizer))",
     "assistant_early_exit": "it is given when the decoder is composed: .draft(specdec.pruning.keep_layers(model, range({value}), share=True))",
     "num_assistant_tokens": "it is given when the decoder is composed: .draft(model, length={value})",
-    "repetition_penalty": _PENALTY.replace("{class_}", "RepetitionPenaltyLogitsProcessor"),
-    "no_repeat_ngram_size": _PENALTY.replace("{class_}", "NoRepeatNGramLogitsProcessor"),
-    "min_new_tokens": "give .sampling(processors=(MinLengthLogitsProcessor(prompt tokens + {value}, eos),)), a class of transformers",
-    "min_length": "give .sampling(processors=(MinLengthLogitsProcessor({value}, eos),)), a class of transformers",
+    **_processors(".sampling(", ")"),
     **dict.fromkeys(
         ("logits_processor", "logits_processors", "prefix_allowed_tokens_fn"),
         "give functions (ids, scores) -> scores when the decoder is composed: .sampling(processors=(function,))",
     ),
     **dict.fromkeys(_GRAMMARS, f"it is given when the decoder is composed: {_GRAMMAR}"),
     "max_length": "give max_new_tokens, which does not count the prompt",
-    "max_tokens": "here it is max_new_tokens",
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "here it is max_new_tokens"),
     "batch_size": "it is an argument of generate; serve(requests, limit={value}) yields the result of each request as soon as it is finished",
     "max_time": "give stopping_criteria=[MaxTimeCriteria({value})], a class of transformers",
     "stop": "here it is stop_strings",
@@ -60,6 +106,20 @@ GENERATE: dict[str, str] = {
     "use_beam_search": _ONE,
     "length_penalty": _ONE,
     "early_stopping": _ONE,
+    "diversity_penalty": _ONE,
+    "constraints": _ONE,
+    "force_words_ids": _ONE + "; a grammar says what a text must have: " + _GRAMMAR,
+    **dict.fromkeys(
+        ("guidance_scale", "negative_prompt_ids", "negative_prompt_attention_mask"), _SECOND_PROMPT
+    ),
+    **dict.fromkeys(("penalty_alpha", "low_memory"), "there is no contrastive search: leave it out"),
+    "dola_layers": "there is no decoding by contrasting layers: leave it out",
+    "renormalize_logits": "the probabilities that tokens are drawn from always sum to 1",
+    "forced_bos_token_id": "put the token {value} at the end of each prompt",
+    **dict.fromkeys(
+        ("decoder_input_ids", "decoder_start_token_id", "encoder_outputs"),
+        "targets have no encoder: give all tokens in the prompt",
+    ),
     "pad_token_id": _RAGGED,
     "padding": _RAGGED,
     "use_cache": _NO_CACHE,
@@ -71,6 +131,8 @@ GENERATE: dict[str, str] = {
     + _AFTERWARDS.format(sampled=", sampled=True")
     + ", and on_round sees every round",
     "output_logits": _RESULT + _AFTERWARDS.format(sampled="") + ", and on_round sees every round",
+    **dict.fromkeys(("output_hidden_states", "output_attentions"), _RESULT + "; " + _INSIDE),
+    "prompt_logprobs": "give sd.log_probs(decoder, ([ids[:1]], [ids[1:]]), top={value}), with the prompt's ids",
     "logprobs": "give the result to sd.log_probs(decoder, out, top={value})",
     "tokenizer": "give it with the target: sd.decoder((model, tokenizer)), or sd.HFModel(model, tokenizer)",
     "custom_generate": "it is the other way round: model.generate(..., custom_generate=decoder.as_generate())",
@@ -82,8 +144,8 @@ GENERATE: dict[str, str] = {
 
 SAMPLING: dict[str, str] = {
     "do_sample": "greedy() takes the most probable token, and every temperature above 0 samples",
-    "repetition_penalty": "give processors=(RepetitionPenaltyLogitsProcessor({value}),), a class of transformers",
-    "no_repeat_ngram_size": "give processors=(NoRepeatNGramLogitsProcessor({value}),), a class of transformers",
+    **_processors("", ""),
+    **dict.fromkeys(("guidance_scale", "negative_prompt_ids"), _SECOND_PROMPT),
     **dict.fromkeys(_GRAMMARS, f"give {_GRAMMAR}"),
     "max_new_tokens": "it is an argument of generate",
     "max_tokens": "it is an argument of generate, max_new_tokens",
