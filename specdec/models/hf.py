@@ -164,7 +164,7 @@ class HFModel(Wrapper):
         """Load a hub id or a local folder, with its tokenizer if it has one; ``kwargs`` go to ``from_pretrained``.
 
         Raises:
-            FileNotFoundError: there is no such folder, or it has no config or weights.
+            FileNotFoundError: there is no such folder, or it has no config or weights. ImportError: it is an adapter, and peft is not installed.
             TypeError: ``from_pretrained`` does not know some of ``kwargs``.
             ValueError: files are truncated, or weights are missing; there is no such dtype, or no CUDA device.
         """

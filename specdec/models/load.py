@@ -16,6 +16,7 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationE
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
+from transformers.utils import is_peft_available
 
 from specdec.forward.families import multimodal
 from specdec.models.text_only import text_only
@@ -75,10 +76,11 @@ def _loaded(name: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
 
 
 def load_tokenizer(name: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a hub id, or of the model in a folder; ``None`` for a folder that has none."""
+    """The tokenizer of a hub id, or of the model in a folder (of an adapter without one, its base model's); ``None`` for a folder that has none."""
     folder = zoo.tokenizer_folder(Path(name)) if Path(name).is_dir() else name
     if folder is None:
-        return None
+        base = _base_of(Path(name))
+        return None if base is None else load_tokenizer(base)
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:
@@ -113,11 +115,14 @@ def _check_folder(folder: Path, options: Mapping[str, Any]) -> None:
         )
     if (folder / "decoder.json").is_file():
         raise ValueError(f"{str(folder)!r} is a saved decoder: give it to sd.load({str(folder)!r})")
+    if (base := _base_of(folder)) is not None:
+        _check_adapter(folder, base, options)
+        return
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"{str(folder)!r} has no config.json: it is not the folder of a saved model, or it is incomplete"
         )
-    if not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
+    if not _weights(folder):
         raise FileNotFoundError(f"{str(folder)!r} has no weights (*.safetensors): copy or download it again")
     for index in folder.glob("*.index.json"):
         try:
@@ -135,6 +140,52 @@ def _check_folder(folder: Path, options: Mapping[str, Any]) -> None:
                 raise FileNotFoundError(
                     f"{str(index)!r} names {file!r}, which is not there: copy or download the folder again"
                 )
+
+
+def _base_of(folder: Path) -> str | None:
+    """The base model of the adapter in a folder; ``None``: it has no adapter, or the weights of a whole model.
+
+    Raises:
+        ValueError: the adapter names no base model, or its file is damaged.
+    """
+    file = folder / "adapter_config.json"
+    if not file.is_file() or ((folder / "config.json").is_file() and _weights(folder)):
+        return None
+    try:
+        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
+        base = None
+    if not isinstance(base, str):
+        raise ValueError(
+            f"{str(file)!r} names no base_model_name_or_path: write the base model's hub id or folder there, or load both with PEFT and give "
+            "wrapper.base_model.model"
+        )
+    return base
+
+
+def _check_adapter(folder: Path, base: str, options: Mapping[str, Any]) -> None:
+    """Refuse an adapter that transformers cannot load with its base model."""
+    if not is_peft_available():
+        raise ImportError(
+            f"{str(folder)!r} is an adapter of {base!r}, and peft, which reads it, is not installed: pip install peft; or give a folder of the model that "
+            "PEFT's merge_and_unload() returns"
+        )
+    if not [*folder.glob("adapter_model*")]:
+        raise FileNotFoundError(
+            f"{str(folder)!r} has no weights (adapter_model.safetensors): copy or download it again"
+        )
+    if Path(base).is_dir():
+        _check_folder(Path(base), options)
+    elif Path(base).is_absolute() or base.startswith((".", "~")) or base.count("/") > 1:
+        raise FileNotFoundError(
+            f"{str(folder)!r} is an adapter of {base!r}, and there is no such folder: correct base_model_name_or_path in its adapter_config.json"
+        )
+    else:
+        check_hub_name(base, options)
+
+
+def _weights(folder: Path) -> list[Path]:
+    return [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
 
 
 def check_hub_name(name: str, options: Mapping[str, Any]) -> None:
