@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -290,8 +291,24 @@ def test_layers_that_cannot_be_read_are_refused(tmp_path, family, monkeypatch):
     with pytest.raises(ValueError, match="ships 3 MTP layers"):
         MTP.from_checkpoint(model)
     model.hf_quantizer = SimpleNamespace(pre_quantized=True)
-    with pytest.raises(ValueError, match=rf"{name} is quantized, .* load the target dequantized"):
+    says = rf"{name} is quantized, .*give MTP\.from_checkpoint\(model, folder\)"
+    with pytest.raises(ValueError, match=says):
         MTP.from_checkpoint(model)
+    about = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**about, "quantization_config": {"bits": 4}}))
+    with pytest.raises(ValueError, match=says):
+        MTP.from_checkpoint(model, tmp_path)
+
+
+@pytest.mark.parametrize("family", LOADED)
+def test_the_layer_of_a_quantized_target_is_read_from_another_checkpoint(tmp_path, family, monkeypatch):
+    two_layers(monkeypatch)
+    model = with_mtp(tmp_path, family, **SHIPPING[family])
+    expected = MTP.from_checkpoint(model).state_dict()
+    model.hf_quantizer = SimpleNamespace(pre_quantized=True)
+    found = MTP.from_checkpoint(model, tmp_path).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_bad_input_is_refused(target):

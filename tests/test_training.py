@@ -345,7 +345,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="too few for a block"):
         k_pass(draft, tokens[:1, :1], inputs, k=2)
     wide = tiny("llama", num_hidden_layers=3, hidden_size=64)
-    with pytest.raises(ValueError, match="hidden size is 64 and the draft's 32"):
+    with pytest.raises(ValueError, match="hidden_size is 64 and the draft's 32"):
         sd.decoder(sd.HFModel(wide)).draft(Spire(draft)).build()
     with pytest.raises(ValueError, match="was made for target"):
         sd.decoder(sd.HFModel(tiny("llama", seed=4, num_hidden_layers=3))).draft(Spire(draft)).build()

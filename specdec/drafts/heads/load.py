@@ -68,6 +68,7 @@ def load(
     taps: Sequence[Tap] | None = None,
     dtype: torch.dtype | None = None,
     ignore: Collection[str] = (),
+    any_target: bool = False,
     **settings: Any,
 ) -> HeadModel:
     """The head in a folder or under a hub id, bound to its target: one that was saved here, or a checkpoint of another project (``formats``).
@@ -77,6 +78,8 @@ def load(
             another project does not say which that is; one of the same sizes is not refused, and its tokens are hardly ever accepted.
         dtype: ``None`` is the checkpoint's own. taps, settings: the layers that the head reads and arguments of its class, in place of those
             that the checkpoint of another project names. ignore: fields of its config that are not read.
+        any_target: only the sizes of the target are checked, where a head that was saved here is otherwise refused by all but its own target. It is for the
+            same target in another form (quantised, with an adapter, merged). The output is the target's in any case; fewer tokens may be accepted.
     Raises:
         FileNotFoundError: there are no such files. ValueError: as ``formats.read`` and ``HeadModel.bound``. TypeError: taps, settings or ignored
             fields for a head that was saved here.
@@ -85,7 +88,9 @@ def load(
     if (folder / FILE).exists():
         if taps is not None or ignore or settings:
             raise TypeError(f"{folder} holds a head with its own settings: leave taps, ignore and others out")
-        return as_head(folder).to(dtype=dtype).bound(target)
+        head = as_head(folder).to(dtype=dtype)
+        head.any_target = any_target or head.any_target
+        return head.bound(target)
     return read(folder, model, taps, ignore, settings).to(dtype=dtype).eval().bound(target)
 
 

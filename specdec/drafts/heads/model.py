@@ -22,7 +22,7 @@ from specdec.drafts.heads.vocabulary import offsets, widened
 from specdec.forward.ends import Ends
 from specdec.masks import for_model
 from specdec.models.clone import structural_clone
-from specdec.models.fingerprint import fingerprint, unwrapped
+from specdec.models.fingerprint import check_made_for, fingerprint, unwrapped
 
 
 class HeadModel(StoredHead):
@@ -264,7 +264,7 @@ class HeadModel(StoredHead):
         return made
 
     def check_target(self, target: Any) -> None:
-        """Raise ValueError unless this head fits ``target``: it has the target's sizes, its taps exist there, and it was made from it."""
+        """Raise ValueError unless this head fits ``target``: it has the target's sizes, its taps exist there, and it was made from it, if ``any_target`` is not set."""
         model = unwrapped(target)
         theirs = model.config.get_text_config()
         for name in ("hidden_size", "vocab_size"):
@@ -279,11 +279,12 @@ class HeadModel(StoredHead):
             raise ValueError(
                 f"taps: layer {wrong[0]} does not exist; this target has 0 (the embedding) to {blocks}, and 'final' (after the final norm)"
             )
-        if self.target and fingerprint(model) != self.target:
+        if self.layer_of("final") != blocks:
             raise ValueError(
-                f"this head was made for target {self.target}, and this target is {fingerprint(model)} (fingerprints of the weights): use "
-                "its own target, or make a head from this one and train it"
+                f"the target has {blocks} blocks and the head was made for one with {self.layer_of('final')}: make a head from this target"
             )
+        if not self.any_target:
+            check_made_for("head", self.target, model, "", "heads.load(folder, target, any_target=True)")
 
     @classmethod
     def from_target(

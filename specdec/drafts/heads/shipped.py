@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, __version__
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, __version__
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_layers import MtpModel
 
@@ -126,10 +126,10 @@ def shipped(model: Any, folder: str | Path | None) -> tuple[dict[str, Any], dict
         raise ValueError(
             f"target: this {name} was not loaded from a checkpoint: give MTP.from_checkpoint(model, folder)"
         )
-    if setting(setting(model, "hf_quantizer"), "pre_quantized"):
+    if _quantized(source) if folder else setting(setting(model, "hf_quantizer"), "pre_quantized"):
         raise ValueError(
-            f"target: the checkpoint of this {name} is quantized, and heads.MTP does not read its scales: load the target dequantized, or make a new "
-            "one with MTP.from_target"
+            f"target: the checkpoint of this {name} is quantized, and heads.MTP does not read its scales: give MTP.from_checkpoint(model, folder), the folder or "
+            "hub id of the checkpoint before it was quantized (in bf16, for example); or make a new one with MTP.from_target"
         )
     count = setting(config, "num_mtp_layers", "mtp_num_hidden_layers")
     if count is not None and count != 1:
@@ -157,3 +157,11 @@ def shipped(model: Any, folder: str | Path | None) -> tuple[dict[str, Any], dict
     tensors = {f"layer.{n}": t for n, t in layer.state_dict().items() if not n.startswith("post_norm.")}
     tensors |= {f"norm.{n}": t for n, t in layer.post_norm.state_dict().items()}
     return config.to_diff_dict(), tensors
+
+
+def _quantized(source: str) -> bool:
+    """Whether the config of a checkpoint says that it is quantized; one without a config says nothing."""
+    try:
+        return PretrainedConfig.get_config_dict(source)[0].get("quantization_config") is not None
+    except OSError:
+        return False

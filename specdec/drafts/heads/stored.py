@@ -20,7 +20,11 @@ FILE, WEIGHTS = "head.json", "model.safetensors"
 
 
 class StoredHead(nn.Module):
-    """What ``HeadModel`` can do with a folder, and what of it is stored there."""
+    """What ``HeadModel`` can do with a folder, and what of it is stored there.
+
+    Attributes:
+        any_target: whether every target of the head's sizes is taken, whatever its weights: that of the head in another form, for example.
+    """
 
     config: LlamaConfig
     taps: tuple[Any, ...]
@@ -28,6 +32,7 @@ class StoredHead(nn.Module):
     mask: Any
     settings: dict[str, Any]
     tokenizer: Any = None
+    any_target = False
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Save the weights and ``head.json``: the class's name, its settings, and the config of its body; and a model card, if there is none.
@@ -48,6 +53,7 @@ class StoredHead(nn.Module):
             "target": self.target,
             "mask": None if self.mask is None else repr(self.mask),
             "settings": self.settings,
+            "any_target": self.any_target,
             "config": self.config.to_diff_dict(),
         }
         (folder / FILE).write_text(json.dumps(about, indent=1) + "\n")
@@ -92,6 +98,7 @@ class StoredHead(nn.Module):
             settings["vocabulary"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
         kind: Any = cls
         model: Self = kind(config, about["taps"], target=about["target"], **settings)
+        model.any_target = about.get("any_target", False)
         return model.filled(tensors, str(folder)).to(dtype=dtype).eval()
 
     def filled(self, tensors: Mapping[str, Tensor], source: str, called: Callable[[str], str] = str) -> Self:

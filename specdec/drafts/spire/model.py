@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from specdec.drafts.hub import folder_of, push, write_card
+from specdec.drafts.spire.fits import check_fits
 from specdec.forward.block import EAGER, Angles, Block, block_of, eager_angles, rms_norm, rotated, run_block
 from specdec.forward.families import positions_of
 from specdec.forward.llama_c import small
@@ -58,7 +59,7 @@ class SpireModel(nn.Module):
         sinks, window: the sparse mask: a query at position q sees positions below ``sinks`` and above ``q - window``;
             ``window=None`` is unlimited. mask: another mask instead, a ``masks.Mask`` of positions or a function.
         feedback: whether positions of the block are seen as memory vectors or as each layer's own inputs.
-        target: the fingerprint of the target.
+        target: the fingerprint of the target. any_target: whether every target of its sizes is taken, whatever its weights.
     Raises:
         ValueError: the window, sinks or mask leave nothing to see, or blocks are not llama-like. TypeError: a mask beside a window or sinks.
 
@@ -81,6 +82,7 @@ class SpireModel(nn.Module):
         mask: Any = None,
         feedback: bool = True,
         target: str = "",
+        any_target: bool = False,
         tokenizer: Any = None,
     ):
         super().__init__()
@@ -94,7 +96,7 @@ class SpireModel(nn.Module):
                 f"the target's hidden_act is {body.config.hidden_act!r}: only silu blocks can be copied"
             )
         self.body, self.layers, self.tokenizer = body, tuple(layers), tokenizer
-        self.target = target
+        self.target, self.any_target = target, any_target
         if len(self.layers) != body.config.num_hidden_layers:
             raise ValueError(
                 f"layers has {len(self.layers)} entries and the body {body.config.num_hidden_layers} blocks"
@@ -310,6 +312,8 @@ class SpireModel(nn.Module):
         }
         (Path(folder) / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         settings: dict[str, Any] = {"layers": self.layers, "target": self.target}
+        if self.any_target:
+            settings["any_target"] = True
         if self.mask == streaming(self.window, self.sinks):
             settings |= {"sinks": self.sinks, "window": self.window}
         else:
@@ -331,13 +335,20 @@ class SpireModel(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, target: Any = None, *, mask: Any = None, dtype: Any = "auto", **kwargs: Any
+        cls,
+        folder: str | Path,
+        target: Any = None,
+        *,
+        mask: Any = None,
+        dtype: Any = "auto",
+        any_target: bool = False,
+        **kwargs: Any,
     ) -> SpireModel:
         """Load what ``save_pretrained`` wrote.
 
         Args:
             folder: or a hub id. target: when given, the draft must be this model's. mask: the user's own mask that the draft was trained with
-                (the library's masks are saved with the draft).
+                (the library's masks are saved with the draft). any_target: as for ``heads.load``.
         Raises:
             FileNotFoundError: the folder is not a SPIRe checkpoint. ValueError: the draft is of another target; a mask of the user's own is
                 missing, or one was passed for a draft that was saved with its mask.
@@ -361,6 +372,7 @@ class SpireModel(nn.Module):
         elif own is not None:
             settings["mask"] = mask
         body = load(folder, dtype=dtype, config=_body_config(folder), **kwargs)
+        settings["any_target"] = any_target or settings.get("any_target", False)
         model = cls(body.eval(), tokenizer=load_tokenizer(folder), **settings)
         if model.memory is not None:
             model.memory.load_state_dict(load_file(folder / "memory.safetensors"))
@@ -369,19 +381,8 @@ class SpireModel(nn.Module):
         return model
 
     def check_target(self, target: Any) -> None:
-        """Raise ValueError unless this is a draft of ``target`` (an HFModel or a transformers model)."""
-        target = unwrapped(target)
-        config = target.config
-        if config.hidden_size != self.body.config.hidden_size:
-            raise ValueError(
-                f"the target's hidden size is {config.hidden_size} and the draft's {self.body.config.hidden_size}: the draft reads "
-                "the target's activations; make it from this target with SpireModel.from_target"
-            )
-        if self.target and fingerprint(target) != self.target:
-            raise ValueError(
-                f"this draft was made for target {self.target}, and this target is {fingerprint(target)} (fingerprints of the "
-                "weights): use its own target, or make a draft from this one with SpireModel.from_target and train it"
-            )
+        """Raise ValueError unless this is a draft of ``target`` (an HFModel or a transformers model), or has its sizes where ``any_target`` is set."""
+        check_fits(self, unwrapped(target))
 
 
 def _body_config(folder: Path) -> Any:
