@@ -279,12 +279,12 @@ class HeadModel(StoredHead):
             raise ValueError(
                 f"taps: layer {wrong[0]} does not exist; this target has 0 (the embedding) to {blocks}, and 'final' (after the final norm)"
             )
+        if not self.any_target:
+            check_made_for("head", self.target, model, "", "heads.load(folder, target, any_target=True)")
         if self.layer_of("final") != blocks:
             raise ValueError(
                 f"the target has {blocks} blocks and the head was made for one with {self.layer_of('final')}: make a head from this target"
             )
-        if not self.any_target:
-            check_made_for("head", self.target, model, "", "heads.load(folder, target, any_target=True)")
 
     @classmethod
     def from_target(
