@@ -12,8 +12,8 @@ from torch import Tensor, nn
 def fingerprint(model: nn.Module, samples: int = 256) -> str:
     """16 hexadecimal digits from every parameter's name, shape and ``samples`` evenly spaced values.
 
-    Values are rounded to bf16 first: a bf16 checkpoint has the same fingerprint in whatever precision it was loaded. Of quantised weights of a tensor class of
-    their own, the values are those that they stand for.
+    Values are rounded to bf16 first: a bf16 checkpoint has the same fingerprint in whatever precision it was loaded. Weights of a tensor
+    class that cannot be flattened are dequantised first.
 
     Raises:
         TypeError: the values of a parameter cannot be read.
@@ -30,6 +30,8 @@ def fingerprint(model: nn.Module, samples: int = 256) -> str:
 @torch.no_grad()
 def _sampled(name: str, value: Tensor, samples: int) -> Tensor:
     """Evenly spaced values ``[at most samples]`` of a parameter."""
+    if type(value) in (Tensor, nn.Parameter):
+        return _spaced(value.detach(), samples)
     try:
         return _spaced(value.detach(), samples)
     except Exception:  # a class of tensors that cannot be flattened or indexed
