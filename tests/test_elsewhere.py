@@ -11,7 +11,6 @@ from tiny import tiny
 from transformers import TemperatureLogitsWarper
 
 import specdec as sd
-from specdec import elsewhere
 
 PROMPT, NEW = [5, 6, 7, 5, 6], 12
 MODEL = tiny("llama", 3)
@@ -144,11 +143,3 @@ def test_the_log_probabilities_of_a_prompt():
     with torch.no_grad():
         scores = MODEL(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
     torch.testing.assert_close(found, scores.gather(1, torch.tensor([PROMPT[1:]]).T)[:, 0], check_dtype=False)
-
-
-def test_every_class_that_is_named_exists():
-    named = set(
-        re.findall(r"\b([A-Z]\w+(?:Processor|Warper|Penalty))\b", " ".join(elsewhere._PROCESSORS.values()))
-    )
-    assert len(named) > 10
-    assert all(hasattr(transformers, name) for name in named)

@@ -120,10 +120,6 @@ class Engine:
         rows = rows_of(self.target, prompt)
         if len(rows) > 1:
             raise ValueError(f"prompt holds {len(rows)} prompts: send a request for each")
-        if top is not None and top > self.target.vocab_size:
-            raise ValueError(
-                f"logprobs are asked for {top} tokens, and the model has {self.target.vocab_size}: ask for fewer"
-            )
         job = Job(rows[0], stops, n, top, echo)
         own: list[Any] = [seed, *([None] * (n - 1) if seed is None else seeds(seed, n)[1:].tolist())]
         requests = [
