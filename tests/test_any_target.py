@@ -66,11 +66,6 @@ def test_another_form_of_the_target(saved, form):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_its_own_target_is_taken_as_before(saved):
-    target = sd.HFModel(BASE)
-    assert text_of(sd.decoder(target).draft(saved[1](target), 3)) == text_of(sd.decoder(target))
-
-
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
