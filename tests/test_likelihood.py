@@ -256,7 +256,6 @@ REQUESTS = [
 
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_finished_requests_have_the_sampling_that_they_had(llama, batch_size):
-    """Those of a request's own where it has one, in whatever order they end; from one stream or from several."""
     decoder = sd.decoder(llama).draft(sd.drafts.NGram(), length=3).sampling(temperature=0.5).build()
     requests = [
         sd.Request(PROMPTS[b % 3], [30, 12, 41][b % 3], seed=b, sampling=one)
