@@ -10,7 +10,7 @@ _SAMPLING = "it is set when the decoder is composed: .sampling({name}={value}).b
 _SECOND_PROMPT = (
     "guidance reads a second prompt beside each text, and a decoder reads one: use transformers' own generate"
 )
-_PROMPT = ", where n is the number of the prompt's tokens (for prompts of several lengths: serve(own_sampling=True), with a sampling in each Request)"
+_PROMPT = ", where n is the number of the prompt's tokens (of several lengths: serve(own_sampling=True), and a sampling in each Request)"
 _COUNTS = "lambda ids, scores: scores - {value} * torch.bincount(ids[0, n:], minlength=scores.shape[-1])"
 _SHORTEST = "MinLengthLogitsProcessor(n + {value}, eos, device=target.device)"
 _WARPED = "TemperatureLogitsWarper(temperature), "
@@ -109,10 +109,8 @@ GENERATE: dict[str, str] = {
     "diversity_penalty": _ONE,
     "constraints": _ONE,
     "force_words_ids": _ONE + "; a grammar says what a text must have: " + _GRAMMAR,
-    **dict.fromkeys(
-        ("guidance_scale", "negative_prompt_ids", "negative_prompt_attention_mask"), _SECOND_PROMPT
-    ),
-    **dict.fromkeys(("penalty_alpha", "low_memory"), "there is no contrastive search: leave it out"),
+    **dict.fromkeys(("guidance_scale", "negative_prompt_ids"), _SECOND_PROMPT),
+    "penalty_alpha": "there is no contrastive search: leave it out",
     "dola_layers": "there is no decoding by contrasting layers: leave it out",
     "renormalize_logits": "the probabilities that tokens are drawn from always sum to 1",
     "forced_bos_token_id": "put the token {value} at the end of each prompt",

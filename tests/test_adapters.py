@@ -70,11 +70,11 @@ def test_the_tokenizer_is_its_own_or_that_of_its_base(adapter, peft):
     assert sd.HFModel.from_pretrained(adapter).tokenizer.get_vocab() == other.get_vocab()
 
 
-@pytest.mark.parametrize("base", ["/nowhere/base", "./base", None, 3])
+@pytest.mark.parametrize("base", ["/nowhere/base", None])
 def test_a_base_that_is_not_there(adapter, peft, base):
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
     error, says = (FileNotFoundError, "there is no such folder: correct base_model_name_or_path")
-    if not isinstance(base, str):
+    if base is None:
         error, says = ValueError, r"adapter_config\.json' names no base_model_name_or_path"
     with pytest.raises(error, match=says):
         sd.HFModel.from_pretrained(adapter)
