@@ -57,7 +57,7 @@ def remedy(name, value, function="sampling"):
         ("min_length", len(PROMPT) + 9),
         ("min_new_tokens", 9),
         ("forced_eos_token_id", 33),
-        ("exponential_decay_length_penalty", (2, 1.9)),
+        ("exponential_decay_length_penalty", (0, 40.0)),
     ],
 )
 def test_the_text_is_that_of_transformers(name, value, function):
@@ -70,8 +70,7 @@ def test_the_text_is_that_of_transformers(name, value, function):
     )
     out = decoder.build().generate([PROMPT], NEW, eos_token_id=() if eos is None else eos)
     assert out.ids[0] == expected
-    without = text_of(eos_token_id=eos)
-    assert (expected == without) == (name == "exponential_decay_length_penalty")
+    assert expected != text_of(eos_token_id=eos)
 
 
 def test_other_names_of_the_same():
