@@ -99,7 +99,7 @@ GENERATE: dict[str, str] = {
     "batch_size": "it is an argument of generate; serve(requests, limit={value}) yields the result of each request as soon as it is finished",
     "max_time": "give stopping_criteria=[MaxTimeCriteria({value})], a class of transformers",
     "stop": "here it is stop_strings",
-    "stop_token_ids": "here it is eos_token_id, one id or several",
+    "stop_token_ids": "give eos_token_id, one id or several; it replaces the model's own end ids, so list these too",
     "ignore_eos": "give eos_token_id=(), and no token ends a row",
     "num_beams": _ONE,
     "num_beam_groups": _ONE,
