@@ -4,11 +4,12 @@
 
 Heads are eagle3, peagle (P-EAGLE), mtp, medusa, dflash, dflash2 and dspark; the target is any causal LM that heads support. The text is a file (.txt,
 .jsonl, .json, .csv, .parquet), a folder or a data set of the hub. --column names the column of the texts, or of lists of chat messages, which the
-tokenizer's chat template makes into text. The first sequences are held out: tau on them is printed for the new head, as it trains, and at the end.
+tokenizer's chat template makes into text; of these the head learns what the assistant wrote. The first sequences are held out (or those of
+--validation-dataset): tau on them is printed for the new head, as it trains, and at the end.
 
 The target computes its activations in every step. --record stores them on disk first, which pays for several epochs or heads. The same
 command continues an interrupted run, from OUTPUT.pt. OUTPUT gets the head in bf16, the tokenizer and a model card; drafts.Head("OUTPUT") decodes
-with it. For several devices, use `accelerate launch recipes/train_head.py ...`.
+with it. --export FOLDER also writes it for an engine, vLLM or SGLang (--layout). For several devices, use `accelerate launch recipes/train_head.py ...`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import dataclasses
 import json
 import shlex
 import shutil
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,22 +31,31 @@ from torch import Tensor
 import specdec as sd
 from specdec.configs import setting
 from specdec.drafts.heads import HeadModel
+from specdec.drafts.heads import export as export_head
+from specdec.drafts.heads.formats.export import check_export
+from specdec.drafts.heads.load import is_checkpoint
 from specdec.lab.console import short_errors
-from specdec.lab.documents import documents, packed
+from specdec.lab.documents import answered, documents, packed
 from specdec.lab.head_card import curve
-from specdec.lab.head_kinds import KINDS, anchors
+from specdec.lab.head_kinds import KINDS, anchors, mask_token_of
 from specdec.lab.loading import in_dtype, load
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Recipe
 from specdec.lab.report import meta
 from specdec.lab.states import sequence_states, unrecorded
+from specdec.pruning import frequent_tokens, token_counts
 from specdec.training.forward import Blocks
 from specdec.training.muon import arithmetic, quick
-from specdec.training.sources import source_of
+from specdec.training.sources import Masked, source_of
 from specdec.training.train import Settings as Training
 from specdec.training.train import Trained, train
 from specdec.training.validation import Judge
 from specdec.training.weights import lowered
+
+ENGINES = {
+    "speculators": "vLLM, which reads the layout of speculators",
+    "specforge": "SGLang, which reads that of SpecForge",
+}
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,13 @@ class Settings(Recipe):
     layers: tuple[str, ...] = option(
         (), "the target's layers to read, from 0, the embedding, or final (default: by the target's depth)"
     )
+    mask_token: str = option(
+        "",
+        "id or token of slots without a token, or none for a vector of the head's own (default: one that no text has)",
+    )
+    vocabulary: int = option(
+        0, "the head proposes the most frequent tokens of the text, so many (default: all)"
+    )
     k: int = option(0, "tokens of a block (default: 5; 7 for dflash, dflash2 and dspark)")
     blocks: int = option(0, "transformer or residual blocks of the head (default: by the kind)")
     anchors: int = option(0, "blocks of a sequence in a step (default: 256, or fewer for a large vocabulary)")
@@ -72,10 +90,19 @@ class Settings(Recipe):
     warmup: float = option(0.03, "share of the steps in which the learning rate rises")
     decay: float = option(0.8, "share of the steps, at the end, in which it falls to zero")
     compile: bool = option(True, "torch.compile of the loss")
+    all_tokens: bool = option(False, "learn all tokens of chats, not the assistant's alone")
     validation: int = option(16, "number of held-out sequences")
+    validation_dataset: str = option(
+        "", "text of their own for them, as --dataset (default: its first sequences)"
+    )
     validations: int = option(10, "how often to validate")
     record: bool = option(False, "store the target's activations on disk before training")
     work: str = option("runs/heads", "folder for what --record stores")
+    export: str = option("", "also write the head into this folder, for engines")
+    layout: Literal["speculators", "specforge"] = option(
+        "speculators",
+        "of --export: speculators for vLLM, or specforge for SGLang (eagle3 without the norms of EAGLE-3.1)",
+    )
 
 
 def taps(s: Settings) -> list[Any] | None:
@@ -94,9 +121,27 @@ def check(s: Settings) -> None:
     for name in ("length", "batch", "validation", "validations", "tokens", "epochs"):
         if not getattr(s, name) > 0:
             raise SystemExit(f"--{name} {getattr(s, name)}: give a number above 0")
-    for name in ("k", "blocks", "anchors"):
+    for name in ("k", "blocks", "anchors", "vocabulary"):
         if getattr(s, name) < 0:
             raise SystemExit(f"--{name} {getattr(s, name)}: give at least 1, or 0 for the default")
+    for name in ("mask_token", "vocabulary"):
+        if getattr(s, name) and name not in KINDS[s.head].takes:
+            others = ", ".join(other for other, kind in KINDS.items() if name in kind.takes)
+            raise SystemExit(
+                f"--{name.replace('_', '-')}: {s.head} is trained without one: leave it out, or train {others}"
+            )
+    if s.layout == "specforge" and s.head != "eagle3":
+        raise SystemExit(f"--layout specforge: it has no {s.head}: leave it out, or train eagle3")
+    if s.export:
+        if Path(s.export).resolve() == Path(s.output).resolve():
+            raise SystemExit(f"--export {s.export}: it is --output, too: give another folder")
+        there = Path(s.export)
+        names = {file.name for file in there.iterdir()} if there.is_dir() else set()
+        mine = (
+            names <= {"config.json", "model.safetensors"} and is_checkpoint(there) and checkpoint(s).exists()
+        )
+        if (there.exists() and not there.is_dir()) or (names and not mine):
+            raise SystemExit(f"--export {there}: it has something else than this head: give a new folder")
     folder = Path(s.output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         begun = folder.is_dir() and [file.name for file in folder.iterdir()] == [
@@ -115,10 +160,50 @@ def checkpoint(s: Settings) -> Path:
     return Path(s.output).with_name(Path(s.output).name + ".pt")
 
 
+def mask_token(s: Settings, target: Any, tokenizer: Any) -> int | None:
+    """The id of ``--mask-token``; ``None``: the head has a vector of its own, or no such slots."""
+    if "mask_token" not in KINDS[s.head].takes or s.mask_token == "none":
+        return None
+    if not s.mask_token:
+        return mask_token_of(tokenizer, target)
+    token = int(s.mask_token) if s.mask_token.isdecimal() else tokenizer.get_vocab().get(s.mask_token)
+    if token is None or token >= target.config.get_text_config().vocab_size:
+        raise SystemExit(
+            f"--mask-token {s.mask_token}: the target has no such token: give one that it has, or its id"
+        )
+    return token
+
+
+def new(s: Settings, target: Any, tokenizer: Any, vocabulary: Any = None) -> HeadModel:
+    """The untrained head."""
+    token = mask_token(s, target, tokenizer)
+    kind = KINDS[s.head]
+    if s.layout == "specforge":
+        kind = dataclasses.replace(kind, settings={"own_head": False})
+    return kind.new(target, s.k, s.blocks, taps(s), s.seed, token, vocabulary).float()
+
+
+def exported(s: Settings, target: Any, head: HeadModel) -> str:
+    """Whether engines can have the head, which shows before it is trained."""
+    try:
+        check_export(head, target, verifier=s.target, layout=s.layout)
+    except (TypeError, ValueError) as error:
+        if s.export:
+            raise SystemExit(f"--export: {error}") from None
+        lacking = not s.mask_token and "mask_token" in head.settings and head.settings["mask_token"] is None
+        more = (
+            " (the tokenizer has no token to spare: give one that texts do not have, --mask-token)"
+            if lacking
+            else ""
+        )
+        return f"the head cannot be exported for {ENGINES[s.layout]}: {error}{more}"
+    return f"the head can be exported for {ENGINES[s.layout]} (--export FOLDER, or heads.export)"
+
+
 def made(s: Settings) -> tuple[Any, Any, HeadModel, Blocks]:
     """The target, its tokenizer, the untrained head and its forward."""
     chosen = taps(s)
-    # accelerate looks for processes when its state is first made: without a GPU the training does that
+    # accelerate looks for processes when its state is first made: without a GPU ``main_process`` does that
     device = PartialState().device if torch.cuda.is_available() else torch.device("cpu")
     target, tokenizer = load(s.target, quick(device), device)
     if tokenizer is None:
@@ -131,42 +216,119 @@ def made(s: Settings) -> tuple[Any, Any, HeadModel, Blocks]:
     if outside:
         raise SystemExit(f"--layers {outside[0]}: the target has 0 (the embedding) to {last}, and final")
     target = target.requires_grad_(False)
-    kind = KINDS[s.head]
-    head = kind.new(target, s.k, s.blocks, chosen, s.seed).float()
-    k = s.k or kind.k
+    size = target.config.get_text_config().vocab_size
+    if s.vocabulary >= size:
+        raise SystemExit(
+            f"--vocabulary {s.vocabulary}: give fewer than the target's {size} tokens, or 0 for all"
+        )
+    # The tokens are counted when the text is read.
+    head = new(s, target, tokenizer, range(s.vocabulary) if s.vocabulary else None)
+    k = s.k or KINDS[s.head].k
     if s.length <= k:
         raise SystemExit(f"--length {s.length}: give more than the {k} tokens of a block")
     # Whether it can decode shows before it is trained.
     sd.decoder((target, tokenizer)).draft(sd.drafts.Head(head), k).build()
+    say(exported(s, target, head))
     return (
         target,
         tokenizer,
         head,
-        Blocks(k, s.anchors or anchors(head.outputs, k, s.batch)),
+        Blocks(k, s.anchors or anchors(head.vocab_size, k, s.batch)),
     )
 
 
-def texts(s: Settings, tokenizer: Any) -> tuple[Tensor, Tensor]:
-    """Sequences ``[N, length + 1]`` for training, and those that are held out."""
-    wanted = s.validation + max(1, round(s.tokens * 1e6 / s.length))
-    found = [*packed(tokenizer, documents(s.dataset, s.column), s.length, wanted)]
-    if len(found) <= s.validation:
-        raise SystemExit(
-            f"--dataset {s.dataset}: its text has {len(found)} sequences of {s.length} tokens, and --validation {s.validation} of them are held "
-            "out: give more text, or a smaller --length or --validation"
+def main_process() -> bool:
+    return PartialState(cpu=not torch.cuda.is_available()).is_main_process
+
+
+def say(line: str) -> None:
+    """Print a line, once."""
+    if main_process():
+        print(line, flush=True)
+
+
+def cut(s: Settings, tokenizer: Any, dataset: str, count: int) -> tuple[Tensor, Tensor | None]:
+    """At most ``count`` sequences ``[N, length + 1]`` of a data set, and which of their tokens the head learns; ``None``: all."""
+    rows = documents(dataset, s.column)
+    if s.all_tokens:
+        whole = [*packed(tokenizer, rows, s.length, count)]
+        return torch.cat(whole) if whole else torch.zeros(0, s.length + 1, dtype=torch.long), None
+    seen: Counter[str] = Counter()
+    found = [*answered(tokenizer, rows, s.length, count, seen)]
+    if seen["whole"]:
+        say(
+            f"of {seen['whole']} of {seen['chats']} chats all tokens are learnt, as the tokenizer's chat template does not show what the assistant wrote"
         )
-    if len(found) < wanted:
-        has = (len(found) - s.validation) * s.length / 1e6
-        print(f"the text has {has:.3g} M training tokens, fewer than --tokens {s.tokens:g}", flush=True)
-    every = torch.cat(found)
-    return every[s.validation :], every[: s.validation]
+    if not found and seen["chats"]:
+        raise SystemExit(
+            f"--dataset {dataset}: its {seen['chats']} chats have no sequence of {s.length} tokens of which the assistant wrote some: give more chats, a "
+            "smaller --length, or --all-tokens"
+        )
+    if not found:
+        return torch.zeros(0, s.length + 1, dtype=torch.long), None
+    ids, learnt = (torch.cat(part) for part in zip(*found))
+    return ids, learnt if seen["chats"] > seen["whole"] else None
 
 
-def recorded(s: Settings, target: Any, data: Tensor, held: Tensor, layers: tuple[int, ...]) -> list[Any]:
+def held_out(s: Settings, tokenizer: Any) -> tuple[Tensor, Tensor | None]:
+    """As ``cut``, of ``--validation-dataset``."""
+    try:
+        held = cut(s, tokenizer, s.validation_dataset, s.validation)
+    except SystemExit as error:  # which names the other option
+        raise SystemExit(str(error).replace("--dataset", "--validation-dataset")) from None
+    if not len(held[0]):
+        raise SystemExit(
+            f"--validation-dataset {s.validation_dataset}: its text has no sequence of {s.length} tokens: give more text, or a smaller --length"
+        )
+    if len(held[0]) < s.validation:
+        say(f"--validation-dataset has {len(held[0])} sequences, fewer than --validation {s.validation}")
+    return held
+
+
+def texts(s: Settings, tokenizer: Any) -> tuple[Any, Any]:
+    """Sequences ``[N, length + 1]`` for training, and those that are held out, ``Masked`` where not all tokens are learnt."""
+    wanted, own = max(1, round(s.tokens * 1e6 / s.length)), bool(s.validation_dataset)
+    held = held_out(s, tokenizer) if own else None
+    ids, learnt = cut(s, tokenizer, s.dataset, wanted if own else wanted + s.validation)
+    least = 0 if own else s.validation
+    if len(ids) <= least:
+        out = "" if own else f", and --validation {s.validation} of them are held out"
+        raise SystemExit(
+            f"--dataset {s.dataset}: its text has {len(ids)} sequences of {s.length} tokens{out}: give more text, or a smaller --length"
+            + ("" if own else " or --validation")
+        )
+    if len(ids) - least < wanted:
+        has = (len(ids) - least) * s.length / 1e6
+        say(f"the text has {has:.3g} M training tokens, fewer than --tokens {s.tokens:g}")
+    data = (ids[least:], None if learnt is None else learnt[least:])
+    if held is None:
+        held = (ids[:least], None if learnt is None else learnt[:least])
+    return tuple(part if mask is None else Masked(part, mask) for part, mask in (data, held))
+
+
+def split(part: Any) -> tuple[Tensor, Tensor | None]:
+    """The ids of ``texts``, and which of them are learnt."""
+    return (part.data, part.mask) if isinstance(part, Masked) else (part, None)
+
+
+def frequent(s: Settings, tokenizer: Any, data: Any, size: int) -> list[int]:
+    """The ``--vocabulary`` most frequent of the tokens that are learnt, with the one that ends texts."""
+    ids, learnt = split(data)
+    ids = ids[:, 1:]  # the first of a sequence is the last of another
+    counts = token_counts((ids if learnt is None else ids[learnt[:, 1:]]).flatten(), size)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    chosen = frequent_tokens(counts, s.vocabulary, end)
+    share = float(counts[chosen].sum() / counts.sum())
+    say(f"--vocabulary {s.vocabulary}: these tokens are {share:.1%} of the training text")
+    return chosen
+
+
+def recorded(s: Settings, target: Any, data: Any, held: Any, layers: tuple[int, ...]) -> list[Any]:
     """The target's activations on the training and the held-out sequences, stored in the work folder."""
+    parts = [split(part) for part in (data, held)]
     width = target.config.get_text_config().hidden_size
-    new = sum(unrecorded(target, part, s.work, layers) for part in (data, held))
-    size = new * s.length * (len(layers) + 1) * width * 2
+    missing = sum(unrecorded(target, ids, s.work, layers) for ids, _ in parts)
+    size = missing * s.length * (len(layers) + 1) * width * 2
     Path(s.work).mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(s.work).free
     print(f"activations of the target: {size / 1e9:.3g} GB to be stored in {s.work}", flush=True)
@@ -174,13 +336,16 @@ def recorded(s: Settings, target: Any, data: Tensor, held: Tensor, layers: tuple
         raise SystemExit(
             f"--record: {s.work} has {free / 1e9:.3g} GB free: give another --work, fewer --tokens, or --no-record"
         )
-    return [sequence_states(target, part, s.work, layers) for part in (data, held)]
+    both = [(sequence_states(target, ids, s.work, layers), learnt) for ids, learnt in parts]
+    return [states if learnt is None else Masked(states, learnt) for states, learnt in both]
 
 
-def fit(s: Settings) -> tuple[HeadModel, Any, Trained]:
+def fit(s: Settings) -> tuple[HeadModel, Any, Any, Trained]:
     """Train the head; the curve begins with the untrained one."""
     target, tokenizer, head, forward = made(s)
     data, held = texts(s, tokenizer)
+    if s.vocabulary:
+        head = new(s, target, tokenizer, frequent(s, tokenizer, data, head.vocab_size))
     layers = forward.layers(head)
     both = recorded(s, target, data, held, layers) if s.record else [data, held]
     sources = [source_of(part, target, layers) for part in both]
@@ -194,11 +359,9 @@ def fit(s: Settings) -> tuple[HeadModel, Any, Trained]:
     judge = Judge(head, loss, head.of_target.logits)
     before = judge.validate(head, sources[1], forward, s.batch, head.device, head.dtype)
     head.ends = ends
-    main = PartialState(cpu=not torch.cuda.is_available()).is_main_process
 
     def tell(row: dict[str, float]) -> None:
-        if main:
-            print(json.dumps({name: round(value, 4) for name, value in row.items()}), flush=True)
+        say(json.dumps({name: round(value, 4) for name, value in row.items()}))
 
     first = {"step": 0.0, "tokens": 0.0, **before}
     tell(first)
@@ -208,16 +371,18 @@ def fit(s: Settings) -> tuple[HeadModel, Any, Trained]:
         checkpoint=checkpoint(s), on_validation=tell,
     )  # fmt: skip
     report.curve.insert(0, first)
-    return head, tokenizer, report
+    return head, target, tokenizer, report
 
 
-def export(s: Settings, head: HeadModel, tokenizer: Any, report: Trained) -> None:
+def export(s: Settings, head: HeadModel, target: Any, tokenizer: Any, report: Trained) -> None:
     """Write the head in bf16, the tokenizer and the model card."""
     folder = Path(s.output)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "README.md").write_text(card(s, head, report), encoding="utf-8")
     head.tokenizer = tokenizer
     in_dtype(head, torch.bfloat16).save_pretrained(folder)
+    if s.export:
+        export_head(head, s.export, target, verifier=s.target, length=s.k or KINDS[s.head].k, layout=s.layout)
 
 
 def card(s: Settings, head: HeadModel, report: Trained) -> str:
@@ -225,6 +390,11 @@ def card(s: Settings, head: HeadModel, report: Trained) -> str:
     about, name = meta(s.seed), type(head).__name__
     size = sum(p.numel() for p in head.parameters())
     forward = Blocks(s.k or KINDS[s.head].k)
+    held = (
+        f"at most {s.validation} sequences of `{s.validation_dataset}`"
+        if s.validation_dataset
+        else f"{s.validation} held-out sequences"
+    )
     lines = [
         "---",
         "library_name: specdec",
@@ -254,7 +424,7 @@ def card(s: Settings, head: HeadModel, report: Trained) -> str:
         f"python recipes/train_head.py {command(s)}",
         "```",
         "",
-        f"**Validation** ({s.validation} held-out sequences; acceptance at temperature 1 and by depth, given that the tokens before are the text's; τ over blocks",
+        f"**Validation** ({held}; acceptance at temperature 1 and by depth, given that the tokens before are the text's; τ over blocks",
         "along the text; the first row is the untrained head):",
         "",
         *curve(report.curve),
@@ -280,10 +450,10 @@ def main(s: Settings) -> None:
     check(s)
     s.begin()
     with short_errors():
-        head, tokenizer, report = fit(s)
+        head, target, tokenizer, report = fit(s)
     if not PartialState().is_main_process:
         return
-    export(s, head, tokenizer, report)
+    export(s, head, target, tokenizer, report)
     size = sum(p.numel() for p in head.parameters())
     speed = report.tokens / max(report.seconds, 1e-9)
     first, last = report.curve[0], report.curve[-1]

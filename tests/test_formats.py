@@ -596,6 +596,56 @@ def test_what_cannot_be_exported_is_refused(tmp_path, model, what):
         heads.export(head, tmp_path, model, verifier="x/y")
 
 
+@pytest.mark.parametrize("vocabulary", [None, IDS])
+@torch.no_grad()
+def test_an_eagle3_head_is_written_as_specforge_does(tmp_path, model, vocabulary):
+    head = Eagle3.from_target(sd.HFModel(model), own_head=vocabulary is not None, vocabulary=vocabulary)
+    for p in head.parameters():
+        p.copy_(torch.randn(p.shape))
+    heads.export(head, tmp_path, model, layout="specforge")
+    # The tensors and the fields of the checkpoints that SpecForge writes, as read above.
+    fields, shapes, *_ = LAYOUTS["SpecForge, EAGLE-3.1"]
+    there, config = (
+        load_file(tmp_path / "model.safetensors"),
+        json.loads((tmp_path / "config.json").read_text()),
+    )
+    assert there.keys() == {f"{name}.weight" for name in shapes if "fc_norm" not in name} | {"d2t", "t2d"}
+    assert config.keys() >= fields.keys() - {"fc_norm", "norm_output"}
+    assert config["architectures"] == fields["architectures"]
+    assert config["target_hidden_size"] == config["hidden_size"] == 16, "SGLang computes with it"
+    ids = list(range(64)) if vocabulary is None else vocabulary
+    assert (there["d2t"] + torch.arange(len(ids))).tolist() == ids
+    assert there["t2d"].nonzero()[:, 0].tolist() == ids
+    assert there["d2t"].dtype == torch.long
+    again = heads.load(tmp_path, model)
+    assert again.settings == head.settings | {"own_head": vocabulary is not None}
+    assert (again.taps, again.ids.tolist()) == (head.taps, ids)
+    tokens = torch.randint(0, 64, (2, 12))
+    layers = {tap: torch.randn(2, 11, 16, dtype=torch.float64) for tap in head.taps}
+    for one, other in zip(*(steps(each, tokens, layers, 3) for each in (head, again))):
+        assert torch.equal(one.logits, other.logits)
+
+
+SPECFORGE = {
+    "another head": (MTP, {}, TypeError, "only an Eagle3 is written"),
+    "a norm": (Eagle3, {"norm_output": True}, ValueError, "norm_output is True.*in that of speculators"),
+    "two blocks": (Eagle3, {"blocks": 2}, ValueError, "blocks is 2"),
+    "other layers": (Eagle3, {"taps": (1, 2, 3)}, ValueError, r"are written with \[2, 4, 5\]"),
+    "a window": (Eagle3, {"windows": [4]}, ValueError, "no masks and no windows"),
+}
+
+
+@pytest.mark.parametrize("what", SPECFORGE)
+def test_what_specforge_has_not_is_refused(tmp_path, model, what):
+    kind, settings, error, message = SPECFORGE[what]
+    head = kind.from_target(sd.HFModel(model), **settings)
+    with pytest.raises(error, match=message):
+        heads.export(head, tmp_path / "out", model, layout="specforge")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="layout is 'sglang': give one of 'speculators', 'specforge'"):
+        heads.export(head, tmp_path / "out", model, layout="sglang")
+
+
 def test_a_saved_head_is_not_overwritten_by_an_export(tmp_path, model):
     """Its folder would have the weights of one layout and the settings of another."""
     head = Eagle3.from_target(sd.HFModel(model))

@@ -15,8 +15,11 @@ from tiny_states import stateful
 import specdec as sd
 from specdec.drafts.heads import PEagle
 from specdec.lab.documents import documents, packed
-from specdec.lab.head_kinds import KINDS, LOGITS, anchors
+from specdec.lab.head_kinds import KINDS, LOGITS, anchors, mask_token_of
+from specdec.lab.loading import load
 from specdec.lab.states import sequence_states
+from specdec.training.anchored import blocks, layers_of
+from specdec.training.states import target_states
 from specdec.training.train import train
 
 TEXT = "one two three four five six seven eight nine ten. " * 60
@@ -146,6 +149,28 @@ def test_the_command_line(place, tmp_path):
         ({"length": 200, "validation": 40}, r"has 15 sequences of 200 tokens, and --validation 40"),
         ({"tokens": 0.0}, "--tokens 0.0: give a number above 0"),
         ({"k": -1}, "--k -1: give at least 1, or 0"),
+        (
+            {"mask_token": "5"},
+            "--mask-token: eagle3 is trained without one: leave it out, or train peagle, dflash, dflash2, dspark",
+        ),
+        ({"head": "dflash", "mask_token": "97"}, "--mask-token 97: the target has no such token"),
+        (
+            {"head": "dflash", "mask_token": "[mask]"},
+            "the target has no such token: give one that it has, or its id",
+        ),
+        (
+            {"head": "mtp", "vocabulary": 9},
+            "--vocabulary: mtp is trained without one: leave it out, or train eagle3",
+        ),
+        ({"vocabulary": 97}, "--vocabulary 97: give fewer than the target's 97 tokens"),
+        ({"vocabulary": -1}, "--vocabulary -1: give at least 1"),
+        (
+            {"head": "medusa", "export": "there"},
+            "--export: head is a Medusa: the layout of speculators has Eagle3",
+        ),
+        ({"layers": ("1", "final"), "export": "there"}, "--export: taps are .*make the head with layers"),
+        ({"head": "dspark", "mask_token": "none", "export": "there"}, "--export: mask_token is None"),
+        ({"validation_dataset": "/nowhere.jsonl"}, "--validation-dataset /nowhere.jsonl: it cannot be read"),
     ],
 )
 def test_bad_settings_end_before_the_training(changes, message, recipe, place, tmp_path):
@@ -263,6 +288,181 @@ def test_recorded_sequences_are_found_by_their_ids(tmp_path):
     assert len(first) == 4
     assert sequence_states(target, ids, str(tmp_path), (0,)).folder == first.folder
     assert sequence_states(target, ids + 1, str(tmp_path), (0,)).folder != first.folder
+
+
+def logits(head, target):
+    tokens = torch.arange(60)[None] % 97
+    with torch.no_grad():
+        batch = target_states(target, tokens, [tap for tap in head.taps if tap != "final"])
+        return blocks(head, tokens, layers_of(head, batch), 3)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "medusa"])
+def test_every_kind_is_trained_and_exported(kind, recipe, place, tmp_path, capsys):
+    takes = KINDS[kind].takes
+    more = {"mask_token": "~"} if "mask_token" in takes else {}
+    more |= {"vocabulary": 20} if "vocabulary" in takes and kind != "peagle" else {}
+    out, there = tmp_path / "head", tmp_path / "there"
+    recipe.main(settings(recipe, place, out, head=kind, tokens=0.00025, k=3, export=str(there), **more))
+    said = capsys.readouterr().out
+    assert "the head can be exported for vLLM" in said.splitlines()[0]
+    target, _ = load(str(place / "target"), torch.float32)
+    mine, read = (sd.drafts.heads.load(folder, target, dtype=torch.float32) for folder in (out, there))
+    assert torch.equal(logits(mine, target), logits(read, target))
+    if "mask_token" in more:
+        assert mine.settings["mask_token"] == byte_tokenizer().get_vocab()["~"]
+    config = json.loads((there / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == str(place / "target")
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    if "vocabulary" in more:
+        text = byte_tokenizer()(TEXT)["input_ids"]
+        assert len(mine.ids) == 20
+        assert set(text) <= set(mine.ids.tolist())
+        assert byte_tokenizer().eos_token_id in mine.ids
+        assert "--vocabulary 20: these tokens are 100.0% of the training text" in said
+        assert "--vocabulary 20" in (out / "README.md").read_text()
+    check_trained(place, out, kind)
+    # The same command again ends as it did, and another one does not write there.
+    recipe.main(settings(recipe, place, out, head=kind, tokens=0.00025, k=3, export=str(there), **more))
+    with pytest.raises(SystemExit, match=r"--export .*something else than this head"):
+        recipe.main(settings(recipe, place, tmp_path / "new", head=kind, export=str(there)))
+
+
+def test_a_head_for_sglang(recipe, tmp_path):
+    tiny("llama", num_hidden_layers=8).save_pretrained(tmp_path / "target")
+    byte_tokenizer().save_pretrained(tmp_path / "target")
+    (tmp_path / "text.txt").write_text(TEXT)
+    out, there = tmp_path / "head", tmp_path / "there"
+    recipe.main(
+        settings(recipe, tmp_path, out, tokens=0.00025, layout="specforge", export=str(there), vocabulary=20)
+    )
+    assert json.loads((there / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
+    target, _ = load(str(tmp_path / "target"), torch.float32)
+    mine, read = (sd.drafts.heads.load(folder, target, dtype=torch.float32) for folder in (out, there))
+    assert torch.equal(logits(mine, target), logits(read, target))
+    assert "--layout specforge" in (out / "README.md").read_text()
+
+
+def test_a_head_that_cannot_be_exported_is_trained_all_the_same(recipe, place, tmp_path, capsys):
+    recipe.main(settings(recipe, place, tmp_path / "head", head="medusa", tokens=0.00025, vocabulary=20))
+    assert (
+        "cannot be exported for vLLM, which reads the layout of speculators: head is a Medusa"
+        in capsys.readouterr().out
+    )
+    check_trained(place, tmp_path / "head", "medusa")
+    recipe.main(settings(recipe, place, tmp_path / "other", head="dflash", tokens=0.00025))
+    assert "no token to spare: give one that texts do not have, --mask-token" in capsys.readouterr().out
+    (tmp_path / "file").write_text("")
+    for there, reason in (
+        (tmp_path / "new", "it is --output, too"),
+        (tmp_path / "head", "something else"),
+        (tmp_path / "file", "something else"),
+        (place / "target", "something else"),
+    ):
+        with pytest.raises(SystemExit, match=f"--export .*{reason}.*give a"):
+            recipe.main(settings(recipe, place, tmp_path / "new", export=str(there)))
+
+
+def test_the_token_of_slots_without_one():
+    tokenizer, target = byte_tokenizer(), tiny("llama", vocab_size=101)
+    table = target.get_input_embeddings().weight
+    assert mask_token_of(tokenizer, target) == 97, "the first that the tokenizer does not use"
+    tokenizer.add_tokens(["<|reserved_7|>", "<unk>", "<pad>"])
+    assert mask_token_of(tokenizer, target) == 100
+    with torch.no_grad():
+        table[100] = 0  # its slots would read nothing
+    assert mask_token_of(tokenizer, target) == 97, "reserved"
+    with torch.no_grad():
+        table[97] = 0
+    assert mask_token_of(tokenizer, target) is None
+    tokenizer.pad_token = tokenizer.eos_token
+    assert mask_token_of(tokenizer, target) is None, "texts have it"
+    tokenizer.pad_token = "<pad>"
+    assert mask_token_of(tokenizer, target) == 99
+    tokenizer.unk_token = "<unk>"
+    assert mask_token_of(tokenizer, target) == 98
+    tokenizer.mask_token = "~"
+    assert mask_token_of(tokenizer, target) == 94
+
+
+@pytest.fixture
+def chats(place, tmp_path):
+    """A folder with a target that has a chat template, and chats."""
+    tiny("qwen3", num_hidden_layers=4).save_pretrained(tmp_path / "target")
+    chatty = byte_tokenizer()
+    chatty.chat_template = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}</s>{% endfor %}"
+    chatty.save_pretrained(tmp_path / "target")
+    turns = [{"role": "user", "content": "UVW" * 12}, {"role": "assistant", "content": "one two three"}]
+    (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps({"text": turns})] * 30))
+    return tmp_path
+
+
+def test_chats_train_on_what_the_assistant_wrote(recipe, chats, monkeypatch, capsys):
+    found = {}
+
+    def watched(head, target, data, **more):
+        found[more["settings"].seed] = data, more["validation"]
+        return train(head, target, data, **more)
+
+    monkeypatch.setattr(recipe, "train", watched)
+    words = {
+        "dataset": str(chats / "chats.jsonl"),
+        "tokens": 0.00025,
+        "length": 64,
+        "work": str(chats / "work"),
+    }
+    recipe.main(settings(recipe, chats, chats / "one", seed=1, **words))
+    recipe.main(settings(recipe, chats, chats / "two", seed=2, record=True, vocabulary=12, **words))
+    recipe.main(settings(recipe, chats, chats / "all", seed=3, record=True, all_tokens=True, **words))
+    tokenizer = byte_tokenizer()
+    for part in found[1]:
+        learnt = tokenizer.decode(part.data[:, 1:][part.mask[:, 1:]])
+        assert set(learnt.split("</s>")[1:-1]) == {"one two three"}
+    for live, stored, whole in zip(found[1], found[2], found[3]):
+        assert torch.equal(live.mask, stored.mask)
+        assert torch.equal(stored.data.take([0]).tokens, live.data[:1])
+        assert whole.folder == stored.data.folder, "states serve any mask"
+    head = sd.drafts.heads.load(chats / "two", load(str(chats / "target"))[0])
+    assert set(tokenizer.decode(head.ids)) >= set("one two three</s>") - set("</s>")
+    assert not set("UVW") & set(tokenizer.decode(head.ids))
+    assert "all tokens are learnt" not in capsys.readouterr().out
+    (chats / "asks.jsonl").write_text(json.dumps({"text": [{"role": "user", "content": "UVW" * 60}]}))
+    for option in ("dataset", "validation_dataset"):
+        with pytest.raises(
+            SystemExit, match=rf"--{option.replace('_', '-')} .*its 1 chats have no sequence of 64 tokens"
+        ):
+            recipe.main(
+                settings(recipe, chats, chats / "new", **{**words, option: str(chats / "asks.jsonl")})
+            )
+    broken = byte_tokenizer()
+    broken.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if messages | length < 2 %}{{ raise_exception('two') }}{% endif %}"
+    broken.save_pretrained(chats / "target")
+    recipe.main(settings(recipe, chats, chats / "none", seed=4, **words))
+    assert isinstance(found[4][0], torch.Tensor)
+    assert "of 12 of 12 chats all tokens are learnt" in capsys.readouterr().out
+
+
+def test_held_out_text_of_its_own(recipe, place, tmp_path, capsys, monkeypatch):
+    found = {}
+
+    def watched(head, target, data, **more):
+        found.update(data=data, held=more["validation"])
+        return train(head, target, data, **more)
+
+    monkeypatch.setattr(recipe, "train", watched)
+    other = tmp_path / "other.txt"
+    other.write_text("zyxwv " * 20)
+    recipe.main(settings(recipe, place, tmp_path / "head", tokens=0.00025, validation_dataset=str(other)))
+    tokenizer = byte_tokenizer()
+    assert tokenizer.decode(found["data"][0]) == TEXT[:33], "nothing of it is held out"
+    assert [tokenizer.decode(one) for one in found["held"]] == [
+        other.read_text()[n : n + 33] for n in (0, 32, 64)
+    ]
+    assert "--validation-dataset has 3 sequences, fewer than --validation 4" in capsys.readouterr().out
+    assert "at most 4 sequences of" in (tmp_path / "head" / "README.md").read_text()
+    other.write_text("short")
+    with pytest.raises(SystemExit, match=r"--validation-dataset .*its text has no sequence of 32 tokens"):
+        recipe.main(settings(recipe, place, tmp_path / "new", validation_dataset=str(other)))
 
 
 def test_a_head_fits_the_depth_of_its_target():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from specdec.lab.assistant import said_and_wrote
 
 LINES = (".jsonl", ".ndjson")
 TABLES = {".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -90,21 +93,65 @@ def packed(tokenizer: Any, texts: Iterable[Any], length: int, count: int, skip: 
     Raises:
         SystemExit: an entry is neither a text nor a list of messages, or the tokenizer has no chat template.
     """
+    for ids, _ in _cut(_encoded(tokenizer, texts, None), length, count, skip):
+        yield ids
+
+
+def answered(
+    tokenizer: Any, texts: Iterable[Any], length: int, count: int, seen: Counter[str]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """As ``packed``, with which tokens of each sequence to learn, ``[1, length + 1]`` bool: all of a text's, and the assistant's of a chat. Sequences
+    without any are left out.
+
+    Args:
+        seen: counts the ``chats``, and those of which it cannot be told what the assistant wrote (``whole``), all of whose tokens are learnt.
+    Raises:
+        SystemExit: as ``packed``.
+    """
+    return _cut(_encoded(tokenizer, texts, seen), length, count, 0)
+
+
+def _encoded(
+    tokenizer: Any, texts: Iterable[Any], seen: Counter[str] | None
+) -> Iterator[tuple[list[int], list[bool]]]:
+    """The ids of each text, and which of them to learn: all, unless ``seen`` counts chats."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ids: list[int] = []
     for text in texts:
-        said = text if isinstance(text, str) else _chat(tokenizer, text)
-        ids += tokenizer(said, add_special_tokens=False, verbose=False)["input_ids"]
-        ids += end if isinstance(text, str) else []
-        while len(ids) > length:
+        wrote = None
+        if seen is None or isinstance(text, str):
+            said = text if isinstance(text, str) else _chat(tokenizer, text)
+            ids = tokenizer(said, add_special_tokens=False, verbose=False)["input_ids"]
+            ids = ids + end if isinstance(text, str) else ids
+        else:
+            ids, wrote = said_and_wrote(tokenizer, messages(text, tokenizer))
+            seen.update(chats=1, whole=wrote is None)
+            # Nothing predicts the first token, so that no block goes on from one chat to the next.
+            wrote = [False, *(wrote or [True] * len(ids))[1:]]
+        yield ids, [True] * len(ids) if wrote is None else wrote
+
+
+def _cut(
+    encoded: Iterable[tuple[list[int], list[bool]]], length: int, count: int, skip: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Sequences of what is joined, each with the last token of the one before; those with nothing to learn are left out."""
+    ids: list[int] = []
+    learnt: list[bool] = []
+    for more, which in encoded:
+        ids += more
+        learnt += which
+        for start in range(0, len(ids) - length, length):
+            stop = start + length + 1
+            if not any(learnt[start + 1 : stop]):
+                continue
             if skip:
                 skip -= 1
             elif count:
                 count -= 1
-                yield torch.tensor(ids[: length + 1])[None]
+                yield torch.tensor(ids[start:stop])[None], torch.tensor(learnt[start:stop])[None]
             else:
                 return
-            ids = ids[length:]
+        done = max(0, len(ids) - 1) // length * length
+        ids, learnt = ids[done:], learnt[done:]
 
 
 def messages(entry: Any, tokenizer: Any) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ class Kind:
         head: its class. k: how many tokens are drafted at once by default. length: ``(name, more)``, where ``from_target`` takes ``name=k + more``; ``None``:
             the head drafts any number. factor: of the loss from one depth to the next. own: the loss of the head's authors; ``None``: it cannot be computed from the logits that
             tokens are drawn from. blocks: how many transformer layers the head has by default, at most a quarter of the target's; 0: it always has one. settings: of
-            ``from_target``.
+            ``from_target``. takes: which of ``mask_token`` and ``vocabulary`` recipes give to ``new``.
     """
 
     head: type[HeadModel]
@@ -34,19 +35,33 @@ class Kind:
     own: Any = CombinedLoss(soft=1.0)
     blocks: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
+    takes: tuple[str, ...] = ()
 
     def new(
-        self, target: Any, k: int = 0, blocks: int = 0, taps: Sequence[Tap] | None = None, seed: int = 0
+        self,
+        target: Any,
+        k: int = 0,
+        blocks: int = 0,
+        taps: Sequence[Tap] | None = None,
+        seed: int = 0,
+        mask_token: int | None = None,
+        vocabulary: Sequence[int] | None = None,
     ) -> HeadModel:
         """An untrained head for a target, which uses the target's embedding and output matrix.
 
         Args:
             target: an ``HFModel`` or a transformers model. k: tokens of a block; 0: the kind's. blocks: of the head; 0: the kind's. taps: the layers that
-                the head reads; ``None``: those of its class. seed: of the weights.
+                the head reads; ``None``: those of its class. seed: of the weights. mask_token: the id of slots without a token; ``None``: a vector of the
+                head's own. vocabulary: the ids that the head proposes, with an output matrix of its own; ``None``: all.
         Raises:
             ValueError: blocks for a head that has always one, or as ``HeadModel.from_target``.
         """
         settings = dict(self.settings)
+        for name, value in (("mask_token", mask_token), ("vocabulary", vocabulary)):
+            if value is not None:
+                settings[name] = value
+        if vocabulary is not None:
+            settings["own_head"] = True
         if self.length is not None:
             name, more = self.length
             settings[name] = (k or self.k) + more
@@ -81,6 +96,7 @@ class Kind:
 
 
 FLASH = math.exp(-1 / 4)
+BOTH = ("mask_token", "vocabulary")
 KINDS = {
     "eagle3": Kind(
         Eagle3,
@@ -92,6 +108,7 @@ KINDS = {
             "norm_output": True,
             "own_head": False,
         },
+        takes=("vocabulary",),
     ),
     "peagle": Kind(
         PEagle,
@@ -99,16 +116,46 @@ KINDS = {
         ("depth", 0),
         blocks=4,
         settings={"norm_before_residual": True, "norm_before_fc": True, "own_head": False},
+        takes=BOTH,
     ),
-    "mtp": Kind(MTP, 5, own=HardLoss()),
-    "medusa": Kind(Medusa, 5, ("heads", 0), own=HardLoss(), blocks=4, settings={"own_head": False}),
-    "dflash": Kind(DFlash, 7, ("block_size", 1), FLASH, HardLoss(), 5),
-    "dflash2": Kind(DFlash2, 7, ("block_size", 1), FLASH, None, 5),
+    "mtp": Kind(MTP, 5, own=HardLoss(), settings={"head_norms": True}),
+    "medusa": Kind(
+        Medusa, 5, ("heads", 0), own=HardLoss(), blocks=4, settings={"own_head": False}, takes=("vocabulary",)
+    ),
+    "dflash": Kind(DFlash, 7, ("block_size", 1), FLASH, HardLoss(), 5, takes=BOTH),
+    "dflash2": Kind(DFlash2, 7, ("block_size", 1), FLASH, None, 5, takes=("mask_token",)),
     "dspark": Kind(
-        DSpark, 7, ("block_size", 0), FLASH, CombinedLoss(hard=0.1, variation=1.8, confidence=1.0), 5
+        DSpark,
+        7,
+        ("block_size", 0),
+        FLASH,
+        CombinedLoss(hard=0.1, variation=1.8, confidence=1.0),
+        5,
+        takes=BOTH,
     ),
 }
-"""The library's heads, by the names that recipes give them."""
+"""The library's heads, by the names that recipes give them. With a mask token ``heads.export`` has a layout for all of them but Medusa."""
+
+RESERVED = re.compile(r"[<\[].*(reserved|unused)", re.IGNORECASE)
+
+
+def mask_token_of(tokenizer: Any, target: Any) -> int | None:
+    """An id for slots without a token, which no text has: the tokenizer's mask token, an id that it does not use, a token that it reserves, its unknown or
+    its padding token.
+
+    Returns:
+        ``None``: it has none of these that the target's embedding tells from nothing.
+    """
+    table = unwrapped(target).get_input_embeddings().weight
+    names = tokenizer.get_vocab()
+    used = set(names.values())
+    free = (token for token in range(len(table)) if token not in used)
+    reserved = sorted(token for name, token in names.items() if RESERVED.match(name))
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id != tokenizer.eos_token_id else None
+    for token in (tokenizer.mask_token_id, *free, *reserved, tokenizer.unk_token_id, pad):
+        if token is not None and token < len(table) and bool(table[token].any()):
+            return int(token)
+    return None
 
 
 def anchors(vocab_size: int, k: int, batch: int, most: int = 256) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.spire.model import SpireModel
-from specdec.training.sources import Source
+from specdec.training.sources import Masked, Source
 
 _FREE = {"checkpoint_minutes", "compile", "validate_every"}  # settings that may change
 
@@ -54,7 +54,9 @@ def load(path: Path, settings: Mapping[str, Any], identity: Mapping[str, str]) -
 
 
 def content(data: Any) -> str:
-    """A short hash of sequences of ids, so that a run does not continue with others; empty for stored states, which know theirs."""
+    """A short hash of sequences of ids, and of their mask, so that a run does not continue with others; empty for stored states, which know theirs."""
+    if isinstance(data, Masked):
+        return content(data.data) + content(data.mask)
     if isinstance(data, Source) and not isinstance(data, Tensor):
         return ""
     return hashlib.sha256(torch.as_tensor(data).contiguous().numpy().tobytes()).hexdigest()[:12]

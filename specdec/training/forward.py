@@ -53,7 +53,8 @@ class Blocks:
 
     Args:
         k: tokens of a block. anchors: how many positions of a text begin a block in training, drawn at random without repetition;
-            ``None``: all. In validation, and in a call without ``draws``, the blocks lie side by side.
+            ``None``: all. In validation, and in a call without ``draws``, the blocks lie side by side. If the batch has a mask, the
+            positions are drawn among those whose next token is in it; where these are too few, others fill up, and count nothing.
     Raises:
         ValueError: a number below 1; in a call: a text that is too short for one block.
     """
@@ -85,8 +86,9 @@ class Blocks:
         elif self.anchors is None or self.anchors >= count:
             anchors = torch.arange(1, count + 1).expand(len(tokens), -1)
         else:
-            drawn = [np.sort(one.choice(count, self.anchors, replace=False)) + 1 for one in draws]
-            anchors = torch.from_numpy(np.stack(drawn))
+            shown = [None] * len(tokens) if batch.mask is None else batch.mask[:, 2 : count + 2].cpu().numpy()
+            drawn = [_drawn(one, count, self.anchors, only) for one, only in zip(draws, shown, strict=True)]
+            anchors = torch.from_numpy(np.stack(drawn) + 1)
         anchors = anchors.to(tokens.device)
         made = list(steps(draft, tokens, layers_of(draft, batch), self.k, anchors))
         sure = [one.confidence for one in made if one.confidence is not None]
@@ -95,6 +97,15 @@ class Blocks:
             anchors[..., None] + torch.arange(self.k, device=tokens.device),
             torch.stack(sure, 2) if sure else None,
         )
+
+
+def _drawn(one: np.random.Generator, count: int, wanted: int, shown: Any) -> np.ndarray:
+    """``wanted`` of ``count`` places, ascending: as many of those that ``shown [count]`` has as there are."""
+    if shown is None:
+        return np.sort(one.choice(count, wanted, replace=False))
+    inside, outside = np.flatnonzero(shown), np.flatnonzero(~shown)
+    drawn = one.choice(inside, min(wanted, len(inside)), replace=False)
+    return np.sort(np.concatenate([drawn, outside[: wanted - len(drawn)]]))
 
 
 def drafted(forward: Any, draft: Any, batch: Batch, draws: Sequence[np.random.Generator] | None) -> Drafted:

@@ -51,14 +51,23 @@ def _overlap(q: Tensor, p: Tensor) -> Tensor:
     return q.minimum(p).sum(-1)
 
 
+def _mean(values: Tensor, kept: Tensor | None) -> Tensor:
+    """The mean of ``values [...]`` where ``kept [...]``; 0 if that is nowhere."""
+    if kept is None:
+        return values.mean()
+    return values.where(kept, 0).sum() / kept.sum().clamp(min=1)
+
+
 @dataclass(frozen=True)
 class HardLoss:
     """One-hot cross-entropy with the text's next token: how the paper trains its vanilla draft. Needs no target."""
 
     needs_target = False
 
-    def __call__(self, logits: Tensor, target_logits: Tensor | None, tokens: Tensor) -> Tensor:
-        return cross_entropy(logits, tokens)
+    def __call__(
+        self, logits: Tensor, target_logits: Tensor | None, tokens: Tensor, kept: Tensor | None = None
+    ) -> Tensor:
+        return cross_entropy(logits, tokens)  # tokens that are not kept are ABSENT
 
 
 @dataclass(frozen=True)
@@ -76,12 +85,14 @@ class MixedLoss:
         if not 0 <= self.weight <= 1:
             raise ValueError(f"weight is {self.weight}: the share of distillation is between 0 and 1")
 
-    def __call__(self, logits: Tensor, target_logits: Tensor, tokens: Tensor) -> Tensor:
+    def __call__(
+        self, logits: Tensor, target_logits: Tensor, tokens: Tensor, kept: Tensor | None = None
+    ) -> Tensor:
         p, log_q = target_logits.softmax(-1), logits.log_softmax(-1)
         loss = -self.weight * (p * log_q).sum(-1)
         if self.weight < 1:
             loss = loss - (1 - self.weight) * _overlap(log_q.exp(), p)
-        return loss.mean()
+        return _mean(loss, kept)
 
 
 @dataclass(frozen=True)
@@ -125,9 +136,11 @@ class CombinedLoss:
         tokens: Tensor,
         confidence: Tensor | None = None,
         accepted: Tensor | None = None,
+        kept: Tensor | None = None,
     ) -> Tensor:
         """``logits``, ``target_logits [..., V]``; ``tokens``, ``confidence`` (a logit) and ``accepted [...]``, the probability that the
-        token is accepted: by default ``1 - TV(p, q)``, which it is not where the vocabulary is reduced and p renormalised."""
+        token is accepted: by default ``1 - TV(p, q)``, which it is not where the vocabulary is reduced and p renormalised. ``kept [...]``: which
+        positions count; by default all."""
         loss = logits.new_zeros(())
         if self.hard:
             loss = loss + self.hard * cross_entropy(logits, tokens)
@@ -136,17 +149,18 @@ class CombinedLoss:
         log_p, log_q = target_logits.log_softmax(-1), logits.log_softmax(-1)
         p = log_p.exp()
         if self.soft:
-            loss = loss + self.soft * (p * (log_p - log_q)).sum(-1).mean()
+            loss = loss + self.soft * _mean((p * (log_p - log_q)).sum(-1), kept)
         if self.variation or self.confidence:
             overlap = _overlap(log_q.exp(), p)
-            loss = loss + self.variation * (1 - overlap).mean()
+            loss = loss + self.variation * _mean(1 - overlap, kept)
             if self.confidence:
                 if confidence is None:
                     raise ValueError(
                         "the loss trains a confidence, and this draft has none: leave the weight at 0"
                     )
                 truth = (overlap if accepted is None else accepted).detach()
-                loss = loss + self.confidence * F.binary_cross_entropy_with_logits(confidence, truth)
+                each = F.binary_cross_entropy_with_logits(confidence, truth, reduction="none")
+                loss = loss + self.confidence * _mean(each, kept)
         return loss
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -42,8 +43,45 @@ class Live:
         return target_states(self.target, tokens, self.layers)
 
 
+@dataclass(frozen=True, eq=False)
+class Masked:
+    """Sequences of which a draft learns to predict some tokens only, such as the assistant's in chats.
+
+    A block counts up to its first token outside of the mask, and ``forward.Blocks`` begins blocks at tokens of the mask.
+
+    Args:
+        data: as ``train`` takes it: ``States``, or sequences ``[N, L + 1]``. mask: ``[N, L + 1]`` bool, the tokens to predict.
+    Raises:
+        ValueError: a mask of another shape or of other numbers; in ``take``: of another length.
+    """
+
+    data: Any
+    mask: Tensor
+
+    def __post_init__(self) -> None:
+        if self.mask.dtype != torch.bool or self.mask.dim() != 2 or len(self.mask) != len(self.data):
+            raise ValueError(
+                f"mask is {list(self.mask.shape)} {self.mask.dtype}: give a bool for each token of the {len(self.data)} sequences, [N, L + 1]"
+            )
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def take(self, which: Sequence[int]) -> Batch:
+        """The sequences of these numbers, with their mask; ``data`` is a ``Source`` here, as ``source_of`` makes it."""
+        batch: Batch = self.data.take(which)
+        mask = self.mask[torch.as_tensor(which)]
+        if mask.shape != batch.tokens.shape:
+            raise ValueError(
+                f"mask has {mask.shape[1]} tokens a sequence, and the data {batch.tokens.shape[1]}: give one for each"
+            )
+        return batch._replace(mask=mask)
+
+
 def check_ids(name: str, data: Any, vocab_size: int) -> None:
     """Refuse sequences that are not ids of the target's vocabulary."""
+    if isinstance(data, Masked):
+        data = data.data
     if data is None or (isinstance(data, Source) and not isinstance(data, Tensor)):
         return
     try:
@@ -64,6 +102,8 @@ def check_ids(name: str, data: Any, vocab_size: int) -> None:
 
 def source_of(data: Any, target: Any, layers: Sequence[int]) -> Any:
     """``data`` as a ``Source`` that has the target's inputs of ``layers``."""
+    if isinstance(data, Masked):
+        return Masked(source_of(data.data, target, layers), data.mask)
     if isinstance(data, Source) and not isinstance(data, Tensor):
         if target is not None and isinstance(data, States):
             States(data.folder, target)  # raises for another target's states

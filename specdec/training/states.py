@@ -27,17 +27,19 @@ class Batch(NamedTuple):
 
     ``tokens [B, L + 1]`` int64; ``inputs``: layer -> ``[B, L, E]``, the target's activations before that layer (counted from 0,
     so that 0 is the embedding and ``l`` the output of the l-th block, of the last one before the final norm); ``final [B, L, E]``: the
-    input of the head.
+    input of the head. ``mask [B, L + 1]`` bool: the tokens that a draft learns to predict; ``None``: all.
     """
 
     tokens: Tensor
     inputs: dict[int, Tensor]
     final: Tensor
+    mask: Tensor | None = None
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Batch:
         """The batch on another device, its activations in ``dtype``."""
         inputs = {layer: x.to(device, dtype) for layer, x in self.inputs.items()}
-        return Batch(self.tokens.to(device), inputs, self.final.to(device, dtype))
+        mask = None if self.mask is None else self.mask.to(device)
+        return Batch(self.tokens.to(device), inputs, self.final.to(device, dtype), mask)
 
 
 @torch.no_grad()

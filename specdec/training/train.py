@@ -29,7 +29,7 @@ from specdec.training import checkpoints
 from specdec.training.forward import Blocks, KPass, Parallel, drafted
 from specdec.training.losses import ByDepth, CombinedLoss, MixedLoss, needs_target, trains_confidence
 from specdec.training.muon import quick
-from specdec.training.sources import check_ids, order, source_of
+from specdec.training.sources import Masked, check_ids, order, source_of
 from specdec.training.states import States
 from specdec.training.validation import Judge
 from specdec.training.weights import Weights, lowered
@@ -110,12 +110,12 @@ class Trained:
 def train(
     draft: Any,
     target: Any,
-    data: States | Tensor | Sequence[Sequence[int]],
+    data: States | Masked | Tensor | Sequence[Sequence[int]],
     *,
     loss: Callable[..., Tensor] | None = None,
     forward: Any = None,
     settings: Settings | None = None,
-    validation: States | Tensor | Sequence[Sequence[int]] | None = None,
+    validation: States | Masked | Tensor | Sequence[Sequence[int]] | None = None,
     checkpoint: str | Path | None = None,
     progress: bool = True,
     on_validation: Callable[[dict[str, float]], None] | None = None,
@@ -129,10 +129,10 @@ def train(
     Args:
         draft: a head of ``drafts.heads``, a ``SpireModel``, or any transformers causal LM. Weights that require no gradient are kept.
         target: a transformers causal LM; its head computes the logits.
-        data: ``States``, or sequences of equally many ids ``[N, L + 1]`` (the target then runs in every step). All sequences are
-            used once in random order, then again in another order.
+        data: ``States``, or sequences of equally many ids ``[N, L + 1]`` (the target then runs in every step), or either as
+            ``sources.Masked`` with the tokens to learn. All sequences are used once in random order, then again in another order.
         loss: called with the draft's and the target's logits ``[B, A, k, V]`` and the tokens ``[B, A, k]`` of blocks (``k`` is 1 where the
-            forward has none). By default ``MixedLoss()``, for heads weighted by ``ByDepth`` with a factor of 0.8, and DSpark's own for a
+            forward has none); with ``Masked`` data also with ``kept [B, A, k]``, the tokens that count. By default ``MixedLoss()``, for heads weighted by ``ByDepth`` with a factor of 0.8, and DSpark's own for a
             head with a confidence.
         forward: ``(draft, batch) -> logits`` with ``layers(draft)``; by default ``Blocks()`` for a head, as long as it can be up to 5,
             ``KPass()`` for a ``SpireModel`` and ``Parallel()`` otherwise.

@@ -34,21 +34,33 @@ class Judge:
 
     def __call__(self, made: Drafted, batch: Batch) -> Tensor:
         """The loss of blocks, with gradients."""
-        return self._compared(self.value, made, batch)
+        return self._compared(self.value, made, batch, kept(batch, made))
 
-    def _compared(self, value: Callable[..., Tensor], made: Drafted, batch: Batch) -> Tensor:
+    def _compared(
+        self, value: Callable[..., Tensor], made: Drafted, batch: Batch, counted: Tensor | None
+    ) -> Tensor:
         tokens = _rows(batch.tokens, made.at + 1)
         tokens = tokens if self.ids is None else self.numbers.to(tokens.device)[tokens]
         final = _rows(batch.final, made.at) if self.needs else batch.final
-        return value(made.logits, final, tokens, made.confidence)
+        if counted is None:
+            return value(made.logits, final, tokens, made.confidence)
+        return value(made.logits, final, tokens.where(counted, ABSENT), made.confidence, counted)
 
-    def _value(self, logits: Tensor, final: Tensor, tokens: Tensor, confidence: Tensor | None) -> Tensor:
+    def _value(
+        self,
+        logits: Tensor,
+        final: Tensor,
+        tokens: Tensor,
+        confidence: Tensor | None,
+        counted: Tensor | None = None,
+    ) -> Tensor:
         logits = logits.float()
         wanted = self.law(final).float() if self.needs else logits
+        more: dict[str, Any] = {} if counted is None else {"kept": counted}
         if not self.confident:
             reduced = self.ids is not None and self.needs
-            return self.loss(logits, wanted[..., self.ids] if reduced else wanted, tokens)
-        more: dict[str, Any] = {"confidence": None if confidence is None else confidence.float()}
+            return self.loss(logits, wanted[..., self.ids] if reduced else wanted, tokens, **more)
+        more["confidence"] = None if confidence is None else confidence.float()
         if self.ids is not None:
             more["accepted"] = self.accepted(logits.detach(), wanted)
             wanted = wanted[..., self.ids]
@@ -66,7 +78,11 @@ class Judge:
     ) -> dict[str, float]:
         """The mean loss; of whole blocks of natural text the mean acceptance, that of each depth, and ``τ = 1 + sum_j prod_{i <= j} a_i``.
 
-        Acceptance is at temperature 1 and given that the tokens before are the text's. A forward without ``k`` has blocks of 4 positions.
+        Acceptance is at temperature 1 and given that the tokens before are the text's. A forward without ``k`` has blocks of 4 positions. If the
+        data has a mask, blocks that lie wholly in it count.
+
+        Raises:
+            ValueError: no block lies in the mask.
         """
         totals, count = torch.zeros(0, dtype=torch.float64), 0
         draft.eval()
@@ -78,18 +94,34 @@ class Judge:
                 whole = made.logits.shape[1] // 4 * 4
                 made = Drafted(*(x[:, :whole].reshape(len(x), -1, 4, *x.shape[3:]) for x in made[:2]))
             a = self.accepted(made.logits.float(), self.law(_rows(states.final, made.at)).float())
+            weight, inside = len(which), kept(states, made)
+            if inside is not None:
+                inside = inside.all(-1, keepdim=True)  # whole blocks, as in decoding
+                a, weight = a[inside[..., 0]], int(inside.sum())
+                inside = inside.expand(made.at.shape)
+                if not weight:
+                    continue
             tau = 1 + a.cumprod(-1).sum(-1).mean()
-            row = (
-                torch.stack([self._compared(self._value, made, states), a.mean(), tau, *a.mean((0, 1))])
-                .double()
-                .cpu()
-            )
-            totals = totals + len(which) * row if len(totals) else len(which) * row
-            count += len(which)
+            loss = self._compared(self._value, made, states, inside)
+            depths = a.mean(tuple(range(a.dim() - 1)))
+            row = torch.stack([loss, a.mean(), tau, *depths]).double().cpu()
+            totals = totals + weight * row if len(totals) else weight * row
+            count += weight
         draft.train()
+        if not count:
+            raise ValueError(
+                "validation: no block lies wholly in the tokens that its mask shows: give more text, or a smaller k"
+            )
         names = ["validation_loss", "acceptance", "tau"]
         names += [f"acceptance_{n + 1}" for n in range(len(totals) - len(names))]
         return dict(zip(names, (totals / count).tolist()))
+
+
+def kept(batch: Batch, made: Drafted) -> Tensor | None:
+    """``[B, A, k]``: which tokens of blocks count, those before the first outside of the batch's mask; ``None``: all."""
+    if batch.mask is None:
+        return None
+    return _rows(batch.mask, made.at + 1).long().cumprod(-1).bool()
 
 
 def _rows(values: Tensor, at: Tensor) -> Tensor:

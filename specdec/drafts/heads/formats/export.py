@@ -1,4 +1,4 @@
-"""A head as a checkpoint of the library speculators, which engines such as vLLM serve."""
+"""A head as a checkpoint of the library speculators, which the engine vLLM serves, or of SpecForge (``specforge_export``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors.torch import save_file
@@ -19,6 +19,7 @@ from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.formats.body import fields_of
 from specdec.drafts.heads.formats.files import INDEX
 from specdec.drafts.heads.formats.plan import EMBEDDING, HEAD
+from specdec.drafts.heads.formats.specforge_export import specforge_config, specforge_tensors
 from specdec.drafts.heads.formats.speculators import CONFIDENCE, CONVOLUTIONS, FLAGS, MARKOV, MTP_NAMES
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.mtp import MTP
@@ -36,6 +37,7 @@ KINDS: dict[type[HeadModel], str] = {
     MTP: "mtp",
 }
 EAGLE = ("eagle3", "peagle")
+Layout = Literal["speculators", "specforge"]
 
 
 def export(
@@ -45,18 +47,52 @@ def export(
     *,
     verifier: str | None = None,
     length: int | None = None,
+    layout: Layout = "speculators",
 ) -> None:
-    """Write a head in the layout of speculators 0.9. Heads of the EAGLE family are written with an embedding and an output matrix, their own or copies
+    """Write a head in the layout of speculators 0.9, which vLLM serves. Heads of the EAGLE family are written with an embedding and an output matrix, their own or copies
     of the target's; the others with what they have for a reduced vocabulary alone, as the layout takes the rest from the target.
 
     Args:
         target: the head's, an ``HFModel`` or a transformers model. verifier: the hub id or the folder under which the engine finds the target;
             ``None``: where it was loaded from. length: how many tokens the engine proposes by default; ``None``: all that the head can, or 3.
+        layout: ``"specforge"``: an ``Eagle3`` as SpecForge writes it, which SGLang serves; it has neither a verifier nor a length.
     Raises:
         TypeError: the layout has no heads of this class. ValueError: it cannot express the head: its mask, a tap ``"final"``, a mask token that
             is no id, both norms of taps, windows of several sizes or counted from slots, or a target whose logits are more than a product. Or the target is another one, or has no name,
-            or the folder holds a saved head or parts of weights.
+            or the folder holds a saved head or parts of weights. Or, for SpecForge, as ``specforge_config``.
     """
+    config = check_export(head, target, verifier=verifier, length=length, layout=layout)
+    folder = Path(folder)
+    for name in (FILE, INDEX):
+        if (folder / name).exists():
+            raise ValueError(
+                f"{folder} has a {name}, whose weights would no longer be those beside it: give an empty folder"
+            )
+    tensors = _tensors(head.bound(target), KINDS[type(head)])
+    if layout == "specforge":
+        tensors = specforge_tensors(head, tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def check_export(
+    head: HeadModel,
+    target: Any,
+    *,
+    verifier: str | None = None,
+    length: int | None = None,
+    layout: Layout = "speculators",
+) -> dict[str, Any]:
+    """Refuse a head that ``export`` would refuse, before it is trained; arguments and errors are those of ``export``.
+
+    Returns:
+        The ``config.json`` that ``export`` writes.
+    """
+    if layout not in get_args(Layout):
+        raise ValueError(f"layout is {layout!r}: give one of {', '.join(map(repr, get_args(Layout)))}")
+    if layout == "specforge":
+        return specforge_config(head.bound(target))
     kind = KINDS.get(type(head))
     if kind is None:
         raise TypeError(
@@ -68,11 +104,12 @@ def export(
         raise ValueError(
             "verifier: the target was not loaded by a name: give the hub id or the folder under which an engine finds it"
         )
-    flags, tensors = _flags(head, kind), _tensors(head, kind)
+    flags = _flags(head, kind)
+    _check_ends(head, kind)
     qwen = kind not in EAGLE or head.settings["head_norms"]
     blocks = head.config.num_target_layers if kind == "mtp" else head.settings["blocks"]
     depth = length or head.longest or 3
-    config = {
+    return {
         "architectures": [f"{type(head).__name__}DraftModel"],
         "speculators_model_type": kind,
         "speculators_version": VERSION,
@@ -90,15 +127,6 @@ def export(
         "tie_word_embeddings": False,
         "dtype": str(head.dtype).removeprefix("torch."),
     }
-    folder = Path(folder)
-    for name in (FILE, INDEX):
-        if (folder / name).exists():
-            raise ValueError(
-                f"{folder} has a {name}, whose weights would no longer be those beside it: give an empty folder"
-            )
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def _flags(head: HeadModel, kind: str) -> dict[str, Any]:
@@ -157,28 +185,37 @@ def _check_mtp(head: HeadModel) -> None:
         )
 
 
-def _tensors(head: HeadModel, kind: str) -> dict[str, Tensor]:
-    """The tensors of the layout: an embedding and an output matrix for the EAGLE family, an output matrix for a reduced vocabulary."""
-    ends, found = head.of_target, dict(head.state_dict())
+def _reduced(head: HeadModel, kind: str) -> bool:
+    """Whether the layout has the vocabulary of this head, which is not the target's."""
+    return head.d2t is not None and kind not in ("mtp", "dflash2")
+
+
+def _check_ends(head: HeadModel, kind: str) -> None:
+    """Refuse an embedding, an output matrix or a vocabulary that the layout does not have."""
+    ends, reduced = head.of_target, _reduced(head, kind)
     if kind not in EAGLE:
-        own = [name for name, key in (("own_embedding", EMBEDDING), ("own_head", HEAD)) if key in found]
-        reduced = head.d2t is not None and kind not in ("mtp", "dflash2")
+        own = [name for name in ("own_embedding", "own_head") if head.settings[name]]
         own = [name for name in own if name == "own_embedding" or not reduced]
         if own or (head.d2t is not None and not reduced):
             raise ValueError(
                 f"the layout of speculators takes the embedding and the output matrix of a {type(head).__name__} from the target: make the head "
                 f"without {' and '.join(own or ['vocabulary'])}"
             )
-        if not reduced:
-            names = MTP_NAMES if kind == "mtp" else {}
-            return {_theirs(name, names): _plain(t) for name, t in found.items()}
-    elif EMBEDDING not in found:
+    if (reduced or kind in EAGLE) and head.lm_head is None and (ends.output.bias is not None or ends.softcap):
+        raise ValueError(
+            "the target's logits have a bias or a soft cap, which the layout of speculators cannot express: make the head with own_head=True"
+        )
+
+
+def _tensors(head: HeadModel, kind: str) -> dict[str, Tensor]:
+    """The tensors of the layout: an embedding and an output matrix for the EAGLE family, an output matrix for a reduced vocabulary."""
+    ends, found = head.of_target, dict(head.state_dict())
+    if kind not in EAGLE and not _reduced(head, kind):
+        names = MTP_NAMES if kind == "mtp" else {}
+        return {_theirs(name, names): _plain(t) for name, t in found.items()}
+    if kind in EAGLE and EMBEDDING not in found:
         found[EMBEDDING] = ends.table.weight.to(head.dtype)
     if HEAD not in found:
-        if ends.output.bias is not None or ends.softcap:
-            raise ValueError(
-                "the target's logits have a bias or a soft cap, which the layout of speculators cannot express: make the head with own_head=True"
-            )
         found[HEAD] = (ends.output.weight.detach()[head.ids] * ends.scale).to(head.dtype)
     if head.d2t is not None:
         found["t2d"] = torch.zeros(head.vocab_size, dtype=torch.bool, device=head.device)
