@@ -56,7 +56,7 @@ def test_answers_follow_a_schema(recipe, target, tmp_path):
     assert len({out.texts[0] for out in outs.values()}) == 1
     assert outs["jump/4"].stats.rounds < outs["plain"].stats.rounds
     file.write_text('{"type": 3}')
-    with pytest.raises(SystemExit, match="--schema .*schema.json: "):
+    with pytest.raises(SystemExit, match=r"--schema .*schema\.json: "):
         recipe.decoders(s, target)
 
 
