@@ -6,7 +6,8 @@ Requests of three domains and of several temperatures, with ragged prompts, are 
 seconds that rounds are charged; the workloads are made of prompts of test packages. Rows: `configuration, batch, cores, attention, goodput`
 (tokens a second after the prefill, tokens of all workloads over their seconds), its ratios to `plain`, `smallest` and `best_fixed` of
 the same batch, cores and attention (`ratio_to_`, and `call_to_` by the seconds of whole calls, with the prefill: a pipeline's drafts read the
-prompts after it), tau, the share of rounds of each `arms`, and milliseconds of a round by stage. Intervals (`_low`, `_high`) are 95 %
+prompts after it), tau, the share of rounds of each `arms`, milliseconds of a round by stage, and `rounds:` and `milliseconds:` of a round by how many rows are
+left. Intervals (`_low`, `_high`) are 95 %
 bootstraps over workloads; with fewer than 5 workloads there are none.
 
 - `plain`: no draft. `smallest`: the smallest draft for all rows. `fixed:NAME`: a draft for all rows. All are tried at `auto/1`; those with at least 0.8 of
@@ -328,10 +329,23 @@ def table(runs: Runs, batch: int, best: dict[str, str]) -> list[dict[str, Any]]:
         }
         row |= {"tau": median(run.stats.tau for run in mine), "workloads": len(mine)}
         row["selector_share"] = median(run.selector_seconds / run.seconds for run in mine)
+        row |= by_rows(mine, batch)
         arms: Counter[Any] = sum((run.arms for run in mine), Counter())
         row["arms"] = {str(arm): n / arms.total() for arm, n in arms.items()}
         out.append(row)
     return out
+
+
+def by_rows(runs: list[PoolRun], batch: int) -> dict[str, float]:
+    """Rounds of a workload, and milliseconds of each, by how many rows are left: in quarters of the batch."""
+    found: dict[str, float] = {}
+    for quarter in range(4 if batch >= 4 else 0):
+        low, high = 1 + quarter * batch // 4, (quarter + 1) * batch // 4
+        some = [seconds for run in runs for rows, seconds in run.timed if low <= rows <= high]
+        if some:
+            found[f"rounds:{low}-{high}"] = len(some) / len(runs)
+            found[f"milliseconds:{low}-{high}"] = 1e3 * sum(some) / len(some)
+    return found
 
 
 def calls(runs: list[PoolRun]) -> list[PoolRun]:

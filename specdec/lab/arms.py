@@ -25,6 +25,7 @@ class PoolRun:
     Attributes:
         tokens, seconds: after the prefill. arms: how many rows and rounds each arm served. selector_seconds: that the selector took.
         rounds: of the batch, as long as any row is left. call: seconds of the whole call, with the prefill.
+        timed: ``(rows, seconds)`` of each round; empty in a pipeline, where rounds overlap.
     """
 
     tokens: int
@@ -35,6 +36,7 @@ class PoolRun:
     selector_seconds: float = 0.0
     rounds: float = 0.0
     call: float = 0.0
+    timed: tuple[tuple[int, float], ...] = ()
 
     @property
     def goodput(self) -> float:
@@ -51,11 +53,13 @@ def pool_run(
         rows: ids of the prompts. selection: a selector's earlier state (``Decoder.begin``), which this run continues.
     """
     marks: list[tuple[float, int, int, float]] = []
+    sizes: list[int] = []
     arms = Counter[int]()
 
     def mark(round: Round) -> None:
         spent = selection.seconds if selection else 0.0
         marks.append((perf_counter(), round.number, int(round.committed.sum()), spent))
+        sizes.append(len(round.committed))
         if round.number:
             arms.update(round.arm.tolist())
 
@@ -69,7 +73,10 @@ def pool_run(
     # In a pipeline each micro-batch has its own prefill and its own rounds.
     parts = sum(not number for _, number, _, _ in marks)
     rounds = len(marks) / parts - 1
-    return PoolRun(made, marks[-1][0] - start, out.stats, arms, out.ids, marks[-1][3] - before, rounds, call)
+    times = [mark[0] for mark in marks]
+    timed = tuple((n, b - a) for n, a, b in zip(sizes[1:], times, times[1:])) if parts == 1 else ()
+    spent = marks[-1][3] - before
+    return PoolRun(made, marks[-1][0] - start, out.stats, arms, out.ids, spent, rounds, call, timed)
 
 
 def goodput(
