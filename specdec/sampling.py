@@ -332,18 +332,22 @@ class Sampling:
             masks.check_committed(self.grammar, context, tokens, count, verifier)
 
     def constrained(self, logits: Tensor, context: Context, proposal: Proposal | None, first: int) -> Tensor:
-        """``logits`` after the processors and the grammar."""
+        """``logits`` after the processors and the grammar. Where a draft's logits are looked at, errors of both change nothing: the target's decide."""
         if self._by_number:
             self.check_requests(int(context.request.max()) if context.batch else 0)
         drafting = bool(_WHOSE.get())
         if isinstance(self.processors, PerRequest):
             logits = of_requests(self._processors, logits, context, proposal, first, drafting)
         elif self.processors:
-            logits = self._processors(logits, context, proposal, first)
+            logits = self._processors(logits, context, proposal, first, _ignored if drafting else None)
         if self.grammar is not None:
             processed = bool(self.processors)
             logits = masks.constrained(self.grammar, logits, context, proposal, first, processed, drafting)
         return logits
+
+
+def _ignored(ids: list[int], error: Exception) -> None:
+    """What is told of texts that only a draft has got to."""
 
 
 def fit(logits: Tensor, vocab_size: int | None) -> Tensor:

@@ -135,6 +135,11 @@ def test_a_tree_is_a_choice_with_its_depth(trees):
     tree, base = sd.drafts.Tree(BAD, (2, 1)), sd.decoder(GOOD)
     cut = sd.auto(base, {"tree": tree}, PROMPTS, {"tree": (1, 2)}, batches=1, new_tokens=8, repeats=1)
     assert [row["method"] for row in cut.rows] == ["plain", "none", "tree/1", "tree/2"]
+    assert cut.selector.arms == (
+        (-1, 0),
+        (0, 1),
+        (1, 2),
+    )  # each with chances of its own, as a cut tree may be wider
 
 
 def test_tokens_that_are_expected_are_those_that_trees_and_chains_with_an_end_had(trees):
@@ -303,6 +308,7 @@ def test_what_cannot_be_measured_is_refused_by_name():
         ),
         (lambda: sd.auto(base, {"a": BAD}, PROMPTS, {"b": 2}), ValueError, "lengths has none for draft 'a'"),
         (lambda: sd.auto(base, {"a": BAD}, PROMPTS, 0), ValueError, "lengths"),
+        (lambda: sd.auto(base, {"a": sd.drafts.Tree(BAD, (2, 1))}, PROMPTS, 0), ValueError, "lengths"),
         (lambda: sd.auto(base, {"a": BAD}, PROMPTS, new_tokens=1), ValueError, "new_tokens"),
         (lambda: sd.auto(base, {"a": BAD}, PROMPTS, repeats=0), ValueError, "repeats"),
         (lambda: sd.auto(base, {"a": BAD}, []), ValueError, "empty"),

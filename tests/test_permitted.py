@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_grammars import BASE, END, GRAMMAR, MODEL, PROMPTS, follows, processor
+from test_grammars import BASE, END, GRAMMAR, PROMPTS, follows, processor
 from tiny import tiny
 
 import specdec as sd
@@ -97,11 +97,16 @@ def test_trees_of_heads_have_allowed_tokens(name):
     free.generate(prompts, 16, eos_token_id=(), on_round=lambda r: sizes.append(int(r.proposal.size.max())))
     out, proposed = watched(decoder, prompts, max_new_tokens=16, eos_token_id=())
     assert proposed > 2 * out.stats.rounds  # the first level has as many tokens as without a grammar
-    if name == "dynamic":  # other nodes take the places of forbidden ones
-        found = []
-        decoder.generate(
-            prompts, 16, eos_token_id=(), on_round=lambda r: found.append(int(r.proposal.size.max()))
-        )
+    found, roots = [], []
+
+    def look(round):
+        found.append(int(round.proposal.size.max()))
+        for b, size in enumerate(round.proposal.size.tolist()):
+            roots.append(round.proposal.parents[b, :size].tolist().count(-1))
+
+    decoder.generate(prompts, 16, eos_token_id=(), on_round=look)
+    assert sum(n >= 2 for n in roots) > len(roots) / 2  # other tokens take the places of forbidden ones
+    if name == "dynamic":
         assert max(found) == max(sizes) == 8
         assert sum(n == 8 for n in found) > len(found) / 2
     assert out.ids == base.build().generate(prompts, 16, eos_token_id=()).ids
@@ -112,8 +117,16 @@ def test_a_reduced_vocabulary_that_has_nothing_allowed_proposes_nothing():
     head = Eagle3.from_target(target.model, vocabulary=[1, 3, 5, 7, 9])
     base = sd.decoder(target).greedy().sampling(grammar=alternating(target.vocab_size, 0))
     decoder = base.draft(sd.drafts.Head(head, DynamicTree(2, 2, 4)), length=2).build()
-    out, proposed = watched(decoder, [[1, 2, 3]], max_new_tokens=12, eos_token_id=())
-    assert 0 < proposed < 6 * out.stats.rounds
+    sizes = {}
+
+    def look(round):
+        done = int(round.context.length[0] - round.context.prompt_length[0])
+        if not bool(round.truncated[0]):
+            sizes.setdefault(done % 2, set()).add(int(round.proposal.size[0]))
+
+    out = decoder.generate([[1, 2, 3]], 12, eos_token_id=(), on_round=look)
+    assert sizes[0] == {0}  # an even token is next, and the head has none
+    assert min(sizes[1]) > 0
     assert out.ids == base.build().generate([[1, 2, 3]], 12, eos_token_id=()).ids
 
 
@@ -152,4 +165,41 @@ def test_where_a_grammar_raises_nothing_is_proposed():
     chain = Proposal.chain(torch.tensor([[0, 0, 1, 1]]), torch.tensor([4]))
     made = permitted(given(broken), sd.Context.of([[3]], 20), chain)
     assert made.size.tolist() == [2]
-    assert MODEL.vocab_size == 4
+
+
+class Fragile(Table):
+    """A grammar that raises after tokens which no text has."""
+
+    texts = range(10**6)
+
+    def advance(self, state, token):
+        if token not in self.texts:
+            raise RuntimeError("broken")
+        return super().advance(state, token)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_what_fails_after_tokens_that_only_a_draft_tries_ends_no_run(name):
+    kind, settings, tree = HEADS[name]
+    target = sd.HFModel(tiny("llama").to(torch.float64))
+    head = sd.drafts.Head(kind.from_target(target.model, **settings), tree)
+    grammar = alternating(target.vocab_size, 0)
+    base, prompts = sd.decoder(target).greedy(), [[1, 2, 3, 4, 5], [7, 6, 5]]
+    plain = base.sampling(grammar=grammar, temperature=0.0).build().generate(prompts, 16, eos_token_id=()).ids
+    fragile = Fragile(grammar.rows, grammar.end_ids)
+    made = base.sampling(grammar=fragile, temperature=0.0).draft(head, length=3).build()
+    object.__setattr__(fragile, "texts", {token for ids in plain for token in ids})
+    assert made.generate(prompts, 16, eos_token_id=()).ids == plain
+
+    def follow(ids, scores):
+        """The same language, for prompts of known lengths; a text outside of it is an error."""
+        text = ids[0].tolist()
+        text = text[5:] if text[:5] == prompts[0] else text[3:]
+        state = 0
+        for token in text:
+            state = {-1: None}.get(grammar.rows[state][token], grammar.rows[state][token])
+            assert state is not None, "a token that is forbidden"
+        return scores.masked_fill(torch.tensor(grammar.rows[state]) < 0, -torch.inf)
+
+    made = base.sampling(processors=(follow,), temperature=0.0).draft(head, length=3).build()
+    assert made.generate(prompts, 16, eos_token_id=()).ids == plain

@@ -214,6 +214,15 @@ class Parity:
         return ["new" if r >= 10 else ("even", "odd")[r % 2] for r in now.request.tolist()]
 
 
+def test_a_path_that_ends_early_counts_as_failed_at_the_next_depth():
+    part = selector()
+    state = choose(part, part.init(5), context([10]))[2]
+    one = torch.tensor([1.0])
+    told = [torch.tensor([x]) for x in (0, 4, 3, 2)]  # arm 4 drafts up to four tokens: two, both accepted
+    shared = part.update(state, Feedback(*told, one, one)).shared[0, 1]
+    np.testing.assert_array_equal(shared, [(1, 1), (1, 1), (1, 1), (1, 0), (0, 0)])
+
+
 def test_kinds_of_requests_have_chances_of_their_own():
     chances = [((64.0, 64.0), *((64.0, 64.0 * p),) * 4) for p in (0.9, 0.3)]
     parity = Parity()

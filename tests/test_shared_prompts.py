@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny import tiny
@@ -163,6 +165,36 @@ def test_samples_with_a_draft_that_reads_activations(monkeypatch, draft):
     counts = fed(monkeypatch)
     assert decoder.generate([LONG] * 4, 20, seed=seeds, eos_token_id=()).ids == alone
     assert counts[:2] == [60, 4]
+
+
+def test_a_subclass_that_changes_activations_does_so_once(monkeypatch):
+    class Doubled(sd.HFModel):
+        def score(self, *arguments, **named):
+            scores = super().score(*arguments, **named)
+            layers = {tap: 2 * x for tap, x in scores.fed.layers.items()}
+            return replace(scores, fed=replace(scores.fed, layers=layers))
+
+    context = sd.Context.of([LONG] * 4, 80)
+    doubled, plain = Doubled(tiny("llama")), sd.HFModel(tiny("llama"))
+    mine, theirs = (m.score(m.cache(4, 80), context, taps=(1,)).fed.layers[1] for m in (doubled, plain))
+    assert torch.allclose(mine, 2 * theirs, atol=1e-9)
+
+
+def test_rows_of_a_call_that_fails_are_empty_again(monkeypatch):
+    model, context = sd.HFModel(tiny("llama")), sd.Context.of([LONG] * 4, 80)
+    cache, run, calls = model.cache(4, 80), sd.HFModel._run, []
+
+    def second_fails(self, *arguments):
+        calls.append(0)
+        if len(calls) == 2:
+            raise MemoryError
+        return run(self, *arguments)
+
+    monkeypatch.setattr(sd.HFModel, "_run", second_fails)
+    with pytest.raises(MemoryError):
+        model.score(cache, context, taps=(1,))
+    assert [cache.row(b) for b in range(4)] == [[]] * 4
+    assert len(model.score(cache, context, taps=(1,)).fed.row) == 240
 
 
 def test_equal_prompts_with_activations_are_kept_once(monkeypatch):

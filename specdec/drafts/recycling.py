@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec.capabilities import DraftInfo
 from specdec.drafts.heads.static_tree import StaticTree
+from specdec.drafts.stateless import under
 from specdec.grammars.masks import permitted
 from specdec.kernels.device import to_device
 from specdec.kernels.topk import topk
@@ -70,7 +71,7 @@ class Recycling:
         return 1 + max(map(max, self.tree.paths))
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Recycling:
-        return replace(self, grammar=sampling.grammar)
+        return under(self, sampling.grammar)
 
     def init(self, context: Context, target_cache: Any) -> RecyclingState:
         return RecyclingState(tuple(self._told(context.row(b)) for b in range(context.batch)), None)

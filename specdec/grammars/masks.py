@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.grammars.tracker import BrokenAt, Tracker, on_device, tracked
+from specdec.grammars.tracker import BrokenAt, Tracker, ignored, on_device, tracked
 from specdec.kernels.device import defer, to_device
 from specdec.per_request import PerRequest, keeps, note
 from specdec.types import Context, Proposal
@@ -78,7 +78,7 @@ def constrained(
         if tokens is not None and parents is not None and size is not None:
             tree = tokens[b][: size[b]], parents[b]
         tracker.reserve(B)
-        request, fail = int(context.request[b]), _failing(grammar, context, b)
+        request, fail = int(context.request[b]), ignored if drafting else _failing(grammar, context, b)
         for r, forbidden in tracker.masks(request, _text(context, b), tree, first, R, fail):
             at.append(b * R + r)
             found.append(forbidden)

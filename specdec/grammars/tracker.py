@@ -196,7 +196,7 @@ class Tracker:
     def allows(self, request: int, text: np.ndarray, tree: Tree) -> list[bool]:
         """Of each node, whether its path is allowed after a text. Where the grammar raises, it is not, nor is anything after an end token."""
         with self._lock:
-            nodes = self._after(self._at(request, text), tree, len(tree[0]), _ignored)
+            nodes = self._after(self._at(request, text), tree, len(tree[0]), ignored)
         above = (nodes[1 + parent] for parent in tree[1])
         return [node is not OUTSIDE and up is not ENDED for node, up in zip(nodes[1:], above)]
 
@@ -364,7 +364,7 @@ def raises(path: list[int], kept: int, error: Exception) -> None:
     raise error
 
 
-def _ignored(path: list[int], kept: int, error: Exception) -> None:
+def ignored(path: list[int], kept: int, error: Exception) -> None:
     """The ``Fail`` of tokens that need not be proposed: where the text gets there, the grammar raises again."""
 
 

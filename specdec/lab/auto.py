@@ -126,7 +126,7 @@ def auto(
     sizes, ids = tuple(sorted(set(counts("batches", batches)))), rows_of(plain.target, prompts)
     arms = _arms(base, drafts, lengths)
     longest = max(arm.length or 0 for arm in arms.values())
-    ways = prod(1 + n for n in Counter(id(arm.draft) for arm in arms.values()).values())
+    ways = prod(1 + n for n in Counter(_numbers(arms).values()).values())
     if ways > WAYS:
         raise ValueError(
             f"lengths: {len(arms)} pairs of a draft and a length can be combined in {ways} ways, and each choice tries all: give fewer "
@@ -179,6 +179,8 @@ def _arms(base: Builder, drafts: Mapping[str, Any], lengths: Any) -> dict[str, A
     """An arm for every draft and length."""
     made: dict[str, Arm] = {}
     plain = base.draft(_nothing()).build()
+    if not isinstance(lengths, Mapping):
+        counts("lengths", lengths)
     for name, one in drafts.items():
         draft = as_draft(one, f"draft {name!r}", plain.device, plain.target)
         info = DraftInfo.of(draft)
@@ -200,6 +202,16 @@ def _arms(base: Builder, drafts: Mapping[str, Any], lengths: Any) -> dict[str, A
     return made
 
 
+def _numbers(arms: Mapping[str, Arm]) -> dict[str, int]:
+    """Of each arm, the number of its draft, as ``Planner`` counts them. A tree that is cut is another draft, since it may be wider, so each of its lengths has chances of its own."""
+    keys = {
+        name: (id(arm.draft), arm.length if DraftInfo.of(arm.draft).trees else None)
+        for name, arm in arms.items()
+    }
+    order = list(dict.fromkeys(keys.values()))
+    return {name: order.index(key) for name, key in keys.items()}
+
+
 def _decided(
     base: Builder,
     arms: dict[str, Arm],
@@ -212,11 +224,8 @@ def _decided(
     refilled: bool,
 ) -> Auto:
     """The decoder, and a row for each method and batch."""
-    unique: list[Any] = []
-    for arm in arms.values():
-        if not any(arm.draft is u for u in unique):
-            unique.append(arm.draft)
-    number = {name: next(i for i, u in enumerate(unique) if u is arm.draft) for name, arm in arms.items()}
+    number = _numbers(arms)
+    unique = list({number[name]: arm.draft for name, arm in arms.items()}.values())
     spent = {name: [run.mean(B) for B in sizes] for name, run in runs.items()}
     plain = tuple(map(sum, spent.pop("plain")))
     own = [drawn for drawn, _ in spent["none"]]  # of asking for no draft: a part of every round

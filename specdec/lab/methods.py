@@ -78,7 +78,8 @@ class MethodSettings:
         """A model by name, with these settings."""
         raw, tokenizer = load(name, getattr(torch, self.dtype), self.device)
         return HFModel(
-            raw, tokenizer, graphs=self.graphs or False, bf16_weights=self.bf16_weights,
+            raw, tokenizer, graphs=self.graphs or False,
+            prefill_chunk=512 if self.device == "cpu" else 8192, bf16_weights=self.bf16_weights,
         )  # fmt: skip
 
     def spire_model(self, target: HFModel) -> SpireModel:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -46,7 +46,7 @@ class HFModel(Wrapper):
         model: any ``...ForCausalLM`` of a family in ``SUPPORTED``. It is not modified. Later in-place changes of its weights
             take effect; after moving, casting or replacing them (``load_state_dict(assign=True)``), wrap it again (``cache`` checks).
         tokenizer: needed for text and chat prompts only.
-        prefill_chunk: the most tokens of prompts in one forward, over all rows; ``None``: 8192 on a GPU, else 512.
+        prefill_chunk: the most tokens of prompts in one forward, over all rows; ``None``: 2048 on a GPU, else 512.
         unlisted: ``"packed"`` tries a family that is not listed, after comparing it with its own plain forward.
         attention: how attention is computed, a name of ``kernels.attention.BACKENDS``: ``"packed"``, ``"padded"`` to the longest row,
             ``"decomposed"`` into fragments (docs/decomposition.md), ``"native"`` (C, on the CPU), ``"cpu"`` (C where it can), or, on a GPU, ``"triton"``,
@@ -283,7 +283,7 @@ class HFModel(Wrapper):
                 fed in this context.
         """
         own = start is None and type(self)._pieces is HFModel._pieces
-        with reading(self, cache, context, rows, taps, own) as prompts:
+        with reading(self, cache, context, rows, taps, own, partial(HFModel.score, self)) as prompts:
             packed, width = self._plan(cache, context, proposal, start, rows)
             made, layers = self._run(cache, packed, True, taps)
             if made is None:
@@ -337,7 +337,7 @@ class HFModel(Wrapper):
         if not packed.rows:
             width = self.clone.config.get_text_config().hidden_size
             return None, {tap: torch.zeros(0, width, dtype=self.dtype, device=self.device) for tap in taps}
-        chunk = self.prefill_chunk or (8192 if self.device.type == "cuda" else 512)
+        chunk = self.prefill_chunk or (2048 if self.device.type == "cuda" else 512)
         limit = packed.limit(chunk, wanted)
         logits: list[Tensor] = []
         caught = listening(self.clone, taps) if taps else {}

@@ -38,7 +38,7 @@ class OwnCache(Wrapper):
         model: a ``...ForCausalLM`` of a family in ``models.OWN_CACHE``, or another one. It is compared with its forward without a cache first.
             It is not modified; later changes of its weights in place take effect.
         tokenizer: needed for text and chat prompts only.
-        prefill_chunk: the most tokens of a prompt in one forward.
+        prefill_chunk: the most tokens of a prompt in one forward; ``None``: 512.
         refeed: the most accepted tokens that are read again in a verification. If there are more, they are read for good in a forward of their own.
         prefix_cache: bytes in which states of prompts stay between calls, for prompts that begin with an earlier one (docs/models.md); ``None``: every
             call reads its prompts. ``prefixes`` says what was found.
@@ -57,7 +57,7 @@ class OwnCache(Wrapper):
         model: PreTrainedModel,
         tokenizer: Any = None,
         *,
-        prefill_chunk: int = 512,
+        prefill_chunk: int | None = None,
         refeed: int = 8,
         prefix_cache: int | None = None,
     ):
@@ -66,7 +66,10 @@ class OwnCache(Wrapper):
             raise TypeError(
                 f"model is a {type(model).__name__}: give a transformers model, or use OwnCache.from_pretrained"
             )
-        for name, value, least in (("prefill_chunk", prefill_chunk, 1), ("refeed", refeed, 0)):
+        for name, value, least in (
+            ("prefill_chunk", 512 if prefill_chunk is None else prefill_chunk, 1),
+            ("refeed", refeed, 0),
+        ):
             whole(name, value)
             at_least(least, name, value, f"give a number of tokens, at least {least}")
         own_cache(model.config)
@@ -98,7 +101,7 @@ class OwnCache(Wrapper):
         dtype: Any = "auto",
         device_map: Any = None,
         tokenizer: Any = None,
-        prefill_chunk: int = 512,
+        prefill_chunk: int | None = None,
         refeed: int = 8,
         prefix_cache: int | None = None,
         **kwargs: Any,
@@ -270,7 +273,7 @@ class OwnCache(Wrapper):
         """The state after ``tokens``, whose beginning ``state`` has read, and the last ``keep`` logits ``[keep, V]``. ``state`` is used up."""
         at, memory, made = len(state.tokens), state.memory, []
         while at < len(tokens):
-            piece = self.prefill_chunk if not self.one_by_one else 1 if at else len(tokens)
+            piece = self.prefill_chunk or 512 if not self.one_by_one else 1 if at else len(tokens)
             end = min(at + piece, len(tokens))
             kept = min(end - at, max(keep - (len(tokens) - end), 1))
             given: dict[str, Any] = {"logits_to_keep": kept} if self._keeps else {}

@@ -3,8 +3,9 @@ earlier calls have read is copied from ``model.prefixes``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,38 +15,43 @@ from specdec.cache.contiguous import SlotCache
 from specdec.cache.paged import PagedCache
 from specdec.cache.prefixes import NOTHING, Lent
 from specdec.kernels.device import to_device
-from specdec.types import Context, Fed, common
+from specdec.types import Context, Fed, Scores, common
 
 LEAST = 128  # tokens to save; below that, a second forward costs as much
 
 
 @contextmanager
 def reading(
-    model: Any, cache: Any, context: Context, rows: Tensor | None, taps: Sequence[int], own: bool
+    model: Any,
+    cache: Any,
+    context: Context,
+    rows: Tensor | None,
+    taps: Sequence[int],
+    own: bool,
+    score: Callable[..., Scores] | None = None,
 ) -> Iterator[Lent]:
     """A context in which prompts are read. At its beginning, empty rows get what other rows of the call or earlier prompts share with them; if it fails, they are empty again.
 
     Args:
         taps: layers whose activations are wanted of every position; then only equal prompts are shared, and earlier ones have kept them.
-        own: whether the model's rows see all of their text; otherwise nothing is shared.
+        own: whether the model's rows see all of their text; otherwise nothing is shared. score: reads rows of the same call, with ``taps``.
     """
     if not own or type(cache) not in (SlotCache, PagedCache) or context.batch != cache.batch:
         yield NOTHING
         return
-    empty, length = [], context.length.tolist()
-    if model.prefixes is not None:
-        empty = [b for b in _empty(cache, rows) if length[b] <= cache.capacity]
+    empty, length, read = _empty(cache, rows), context.length.tolist(), None
     try:
-        read: Fed | None = None
-        if taps:
-            read = share_read(model, cache, context, rows, taps)
-        else:
+        if taps and score is not None:
+            read = share_read(cache, context, rows, partial(score, cache, context, taps=taps))
+        elif not taps:
             share_prompts(model, cache, context, rows)
-        shared = (
-            set() if read is None else set(read.row.tolist())
-        )  # whose blocks the call that read them has kept
-        unread = [b for b in empty if b not in shared]
-        lent = model.prefixes.lend(cache, context, unread, taps) if unread else NOTHING
+        lent = NOTHING
+        if model.prefixes is not None:
+            done = (
+                set() if read is None else set(read.row.tolist())
+            )  # the call that read them keeps their blocks
+            unread = [b for b in empty if b not in done and length[b] <= cache.capacity]
+            lent = model.prefixes.lend(cache, context, unread, taps) if unread else NOTHING
         yield lent._replace(read=read)
     except BaseException:
         for b in empty:
@@ -97,11 +103,11 @@ def share_prompts(model: Any, cache: Any, context: Context, rows: Tensor | None)
             cache.take(b, cache, one)
 
 
-def share_read(
-    model: Any, cache: Any, context: Context, rows: Tensor | None, taps: Sequence[int]
-) -> Fed | None:
+def share_read(cache: Any, context: Context, rows: Tensor | None, score: Callable[..., Scores]) -> Fed | None:
     """Feed equal prompts of empty rows once, where that saves ``LEAST`` tokens.
 
+    Args:
+        score: feeds ``rows``, and returns their activations.
     Returns:
         the activations of all these rows but at their last tokens, which each row feeds again; ``None`` if there are none.
     """
@@ -115,7 +121,8 @@ def share_read(
         return None
     if isinstance(cache, PagedCache):
         cache.expect([length[b] for group in alike.values() for b in group], shared)
-    fed = model.score(cache, context, rows=torch.tensor([group[0] for group in groups]), taps=taps).fed
+    fed = score(rows=torch.tensor([group[0] for group in groups])).fed
+    assert fed is not None
     source, row = list[Tensor](), list[Tensor]()
     for group in groups:
         at = ((fed.row == group[0]) & (fed.position < length[group[0]] - 1)).nonzero()[:, 0]

@@ -24,4 +24,6 @@ def within(
     with logits_of("a draft's "):
         whole = fitted(head.widened(logits.float()), None, sampling)
         allowed = sampling.constrained(whole, context, proposal, first)
+    if allowed is whole:  # no row has a grammar or processors
+        return logits
     return allowed.index_select(2, head.ids).clamp(min=LOWEST)
