@@ -142,9 +142,8 @@ def check(s: Settings) -> None:
     """Refuse settings that need no model to be wrong."""
     if s.schema is not None and not Path(s.schema).is_file():
         raise SystemExit(f"--schema {s.schema}: there is no such file")
-    jumps = [
-        spec for spec in s.drafts if spec.partition("=")[2].startswith("jump") or spec.startswith("jump")
-    ]
+    given = {spec: spec.partition("=")[2] or spec for spec in s.drafts}
+    jumps = [spec for spec, one in given.items() if one == "jump" or one.startswith("jump:")]
     if jumps and s.schema is None:
         raise SystemExit(f"--drafts {jumps[0]}: nothing is forced without a schema: give --schema FILE")
     names = [spec.partition("=")[0] for spec in s.drafts]

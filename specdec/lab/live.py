@@ -113,7 +113,7 @@ def compare(
         decoders: by name, built or not. prompts: as for ``generate``; batches take them in turn.
         batches: rows decoded together. repeats: counted runs of each decoder and batch. new_tokens: the most of each row.
         reference: the decoder that ratios are to; default: the first that does not speculate, or the first.
-        seed: of the first repeat. eos_token_id: ids that end a row, as for ``generate``: by default none, so that all rows have ``new_tokens``; ``None`` takes
+        seed: of the first repeat. eos_token_id: ids that end a row, as for ``generate``: by default none, so that all rows without a grammar have ``new_tokens``; ``None`` takes
             the target's. Rows that end leave the batch, and none joins, so that this is the speed of a batch until its last row ends. Each repeat counts alike,
             however long its texts; one in which a decoder's rows all end with the prefill's token has no speed, and counts for none.
     Returns:
