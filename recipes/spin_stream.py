@@ -104,7 +104,8 @@ def stream_run(
     spent = selection.seconds - before if selection else 0.0
     latency = tuple(one.latency for one in done)
     rounds = len(different)
-    return StreamRun(made, whole - prefills, stats, arms, ids, spent, rounds, whole, latency, mean(different))
+    about: Any = {"latency": latency, "different": mean(different)}
+    return StreamRun(made, whole - prefills, stats, arms, ids, spent, rounds, whole, **about)
 
 
 class Streams:
