@@ -655,6 +655,18 @@ def test_a_saved_head_is_not_overwritten_by_an_export(tmp_path, model):
     assert heads.load(tmp_path, model).settings == head.settings
 
 
+def test_another_model_is_not_overwritten_by_an_export(tmp_path, model):
+    """The folder of the target itself, for example; an earlier export is written anew."""
+    head = Eagle3.from_target(sd.HFModel(model))
+    model.save_pretrained(tmp_path)
+    before = (tmp_path / "config.json").read_bytes(), (tmp_path / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match=r"has the config\.json of another model: give an empty folder"):
+        heads.export(head, tmp_path, model, verifier="x/y")
+    assert before == ((tmp_path / "config.json").read_bytes(), (tmp_path / "model.safetensors").read_bytes())
+    for _ in range(2):
+        heads.export(head, tmp_path / "out", model, verifier="x/y")
+
+
 def test_an_export_names_its_target(tmp_path, model):
     head = Eagle3.from_target(sd.HFModel(model))
     with pytest.raises(ValueError, match="verifier: the target was not loaded by a name"):

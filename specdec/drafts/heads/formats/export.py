@@ -21,6 +21,7 @@ from specdec.drafts.heads.formats.files import INDEX
 from specdec.drafts.heads.formats.plan import EMBEDDING, HEAD
 from specdec.drafts.heads.formats.specforge_export import specforge_config, specforge_tensors
 from specdec.drafts.heads.formats.speculators import CONFIDENCE, CONVOLUTIONS, FLAGS, MARKOV, MTP_NAMES
+from specdec.drafts.heads.load import is_checkpoint
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.mtp import MTP
 from specdec.drafts.heads.peagle import PEagle
@@ -59,7 +60,7 @@ def export(
     Raises:
         TypeError: the layout has no heads of this class. ValueError: it cannot express the head: its mask, a tap ``"final"``, a mask token that
             is no id, both norms of taps, windows of several sizes or counted from slots, or a target whose logits are more than a product. Or the target is another one, or has no name,
-            or the folder holds a saved head or parts of weights. Or, for SpecForge, as ``specforge_config``.
+            or the folder holds a saved head, parts of weights or another model. Or, for SpecForge, as ``specforge_config``.
     """
     config = check_export(head, target, verifier=verifier, length=length, layout=layout)
     folder = Path(folder)
@@ -68,6 +69,8 @@ def export(
             raise ValueError(
                 f"{folder} has a {name}, whose weights would no longer be those beside it: give an empty folder"
             )
+    if (folder / "config.json").exists() and not is_checkpoint(folder):
+        raise ValueError(f"{folder} has the config.json of another model: give an empty folder")
     tensors = _tensors(head.bound(target), KINDS[type(head)])
     if layout == "specforge":
         tensors = specforge_tensors(head, tensors)
