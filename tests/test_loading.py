@@ -12,7 +12,7 @@ from recipe_runs import imported
 from tiny import byte_tokenizer, tiny
 
 import specdec as sd
-from specdec import zoo
+from specdec import parts, zoo
 from specdec.drafts.heads import MTP, Medusa
 from specdec.drafts.spire import SpireModel
 from specdec.lab import loading
@@ -21,6 +21,7 @@ from specdec.lab.options import parse
 from specdec.lab.recipe import Placed, Replayed
 
 model_files, head_files = (import_module(f"specdec.{part}.load") for part in ("models", "drafts.heads"))
+spire_model = import_module("specdec.drafts.spire.model")
 
 
 def one_dtype(model):
@@ -211,3 +212,15 @@ def test_answers_may_be_continued_on_another_device(tmp_path):
         with pytest.raises(SystemExit, match="from another command"):
             recipe.Answers(recipe.Settings(**{**vars(s), "dtype": "float32"}))
         assert "device" not in json.loads((tmp_path / "o.jsonl.settings.json").read_text())
+
+
+def test_a_spire_draft_on_the_hub_is_no_language_model(folders, monkeypatch):
+    """Its files are those of a causal LM, too, with which next to nothing would be accepted."""
+    target = sd.HFModel.from_pretrained(str(folders / "target"))
+    monkeypatch.setattr(parts, "is_checkpoint", lambda name, options=None: False)
+    monkeypatch.setattr(parts, "from_hub", lambda name, file, options: folders / "spire" / file)
+    monkeypatch.setattr(spire_model, "folder_of", lambda name: folders / "spire")
+    made = sd.decoder(target).draft("me/spire", length=2).build()
+    assert isinstance(made.draft, sd.drafts.Spire)
+    with pytest.raises(TypeError, match=r"draft is a SPIRe draft: give SpireModel\.from_pretrained"):
+        sd.decoder(target).draft("me/spire", length=2, dtype="float32")
