@@ -80,9 +80,8 @@ class DynamicTree:
         frontier, before = torch.arange(k).expand(R, k), at.used
         memo = _each(memo, lambda x: x[:, None].expand(-1, k, *x.shape[1:]))
         above = np.full((R, k), before - 1)  # the slot that each frontier node continues
-        grown = Proposal(
-            token, parents[0], torch.full((R,), k)
-        )  # the frontiers: all nodes that have children
+        # The frontiers, which are all nodes that have children.
+        grown = Proposal(token, parents[0], torch.full((R,), k))
         for level in range(1, min(self.depth, int(budget.max()))):
             begin = at.used
             at.under(above)
