@@ -7,11 +7,10 @@ from typing import Any, Unpack
 
 from specdec import drafts
 from specdec.drafts.coerce import ModelLike, as_model, in_memory
-from specdec.drafts.heads.load import from_hub, is_checkpoint, is_head, load
+from specdec.drafts.heads.load import is_checkpoint, is_head, load
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.spire import SpireModel
-from specdec.drafts.spire.load import is_spire
-from specdec.drafts.spire.model import FILE
+from specdec.drafts.spire.load import is_spire, on_hub
 from specdec.elsewhere import METHODS
 from specdec.masks import Mask
 from specdec.models.check import Loading
@@ -75,17 +74,10 @@ def as_draft(
                 "HFModel or an OwnCache"
             )
         return drafts.Head(load(head, target))
-    if _spire_on_hub(head, options):
+    if on_hub(head, options):
         if options:
             raise TypeError(
                 f"{name} is a SPIRe draft: give SpireModel.from_pretrained({head!r}, target), with dtype= and other options there"
             )
         return drafts.Spire(SpireModel.from_pretrained(head).eval())
     return drafts.Model(as_model(draft, name, device, **options))
-
-
-def _spire_on_hub(name: Any, options: Loading) -> bool:
-    """Whether a hub id is that of a SPIRe draft, whose files a causal LM could be read from, too."""
-    if not isinstance(name, str) or Path(name).exists() or name.count("/") != 1 or name[0] in "./~":
-        return False
-    return from_hub(name, FILE, options) is not None

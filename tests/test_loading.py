@@ -21,7 +21,7 @@ from specdec.lab.options import parse
 from specdec.lab.recipe import Placed, Replayed
 
 model_files, head_files = (import_module(f"specdec.{part}.load") for part in ("models", "drafts.heads"))
-spire_model = import_module("specdec.drafts.spire.model")
+spire_files, spire_model = (import_module(f"specdec.drafts.spire.{part}") for part in ("load", "model"))
 
 
 def one_dtype(model):
@@ -123,7 +123,7 @@ def test_hub_ids_are_read(folders, monkeypatch):
     assert (name, one_dtype(part.model.model)) == ("hub", torch.bfloat16)
     assert asked == [("me/target", torch.float32), ("me/small", "auto")]
     spires = []
-    monkeypatch.setattr(loading, "from_hub", lambda name, file, options: folders / "spire" / file)
+    monkeypatch.setattr(spire_files, "from_hub", lambda name, file, options: folders / "spire" / file)
     monkeypatch.setattr(
         SpireModel, "from_pretrained", lambda name, *_, **how: spires.append(name) or "a SPIRe draft"
     )
@@ -218,7 +218,7 @@ def test_a_spire_draft_on_the_hub_is_no_language_model(folders, monkeypatch):
     """Its files are those of a causal LM, too, with which next to nothing would be accepted."""
     target = sd.HFModel.from_pretrained(str(folders / "target"))
     monkeypatch.setattr(parts, "is_checkpoint", lambda name, options=None: False)
-    monkeypatch.setattr(parts, "from_hub", lambda name, file, options: folders / "spire" / file)
+    monkeypatch.setattr(spire_files, "from_hub", lambda name, file, options: folders / "spire" / file)
     monkeypatch.setattr(spire_model, "folder_of", lambda name: folders / "spire")
     made = sd.decoder(target).draft("me/spire", length=2).build()
     assert isinstance(made.draft, sd.drafts.Spire)

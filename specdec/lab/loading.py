@@ -10,8 +10,9 @@ import torch
 from specdec import drafts, zoo
 from specdec.drafts.coerce import as_model, place
 from specdec.drafts.heads import MTP, HeadModel
-from specdec.drafts.heads.load import from_hub, is_checkpoint, is_head
+from specdec.drafts.heads.load import is_checkpoint, is_head
 from specdec.drafts.heads.load import load as load_head
+from specdec.drafts.spire.load import on_hub
 from specdec.drafts.spire.model import FILE, SpireModel
 from specdec.elsewhere import METHODS
 from specdec.masks import streaming
@@ -64,7 +65,7 @@ def load_draft(name: str, target: Any, dtype: torch.dtype | None = None) -> Any:
         dtype = torch.float32
     if is_head(folder) or is_checkpoint(name):
         return load_head(folder if here else name, target, dtype=dtype)
-    if (folder / FILE).exists() if here else name.count("/") == 1 and from_hub(name, FILE, {}) is not None:
+    if (folder / FILE).exists() if here else on_hub(name, {}):
         where = place(None, target.device)
         kind = "auto" if dtype is None else dtype
         return SpireModel.from_pretrained(folder if here else name, target, dtype=kind, device_map=where)

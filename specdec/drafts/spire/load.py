@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from specdec.drafts.heads.load import from_hub
 from specdec.drafts.spire.model import FILE, SpireModel
 from specdec.models.load import is_pair, resolve
 from specdec.zoo import files as zoo
@@ -43,3 +45,10 @@ def is_spire(model: Any) -> bool:
     if isinstance(model, (str, os.PathLike)):
         return any((folder / FILE).exists() for folder in (Path(model), zoo.FOLDER / model))
     return isinstance(model, SpireModel)
+
+
+def on_hub(name: Any, options: Mapping[str, Any]) -> bool:
+    """Whether ``name`` is the hub id of a SPIRe draft, from whose files a causal LM could be read, too. ``options``: as for ``heads.load.is_checkpoint``."""
+    if not isinstance(name, str) or Path(name).exists() or name.count("/") != 1 or name[0] in "./~":
+        return False
+    return from_hub(name, FILE, options) is not None
