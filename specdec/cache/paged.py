@@ -18,6 +18,7 @@ from specdec.cache.contiguous import free_bytes
 from specdec.cache.contract import KVStore
 from specdec.cache.slots import KVShape, Slots
 from specdec.cache.token_index import Row, TokenIndex
+from specdec.cache.zeros import zeros
 from specdec.kernels.native.blocks import Buffers
 from specdec.types import Context, Verdict
 
@@ -135,7 +136,8 @@ class PagePool(Slots):
             blocks = []
             for old in self._blocks:
                 layers, _, page, heads, size = old.shape
-                blocks.append(old.new_zeros(layers, pages + self.spare, heads, page, size).transpose(2, 3))
+                shape = layers, pages + self.spare, heads, page, size
+                blocks.append(zeros(*shape, dtype=old.dtype, device=old.device).transpose(2, 3))
         self._move(blocks)
 
     def _move(self, blocks: list[Tensor]) -> None:

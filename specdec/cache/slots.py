@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.cache.contract import KVStore
+from specdec.cache.zeros import zeros
 from specdec.kernels import float8
 from specdec.kernels.device import to_device
 from specdec.kernels.native import library
@@ -60,9 +61,9 @@ class Slots(KVStore):
         with torch.inference_mode(False):
             # Zeros, not empty: batched attention reads unused slots with weight 0, and 0 * NaN is NaN.
             self._blocks = [
-                float8.bits(
-                    torch.zeros(len(at), batch, heads, slots, size, dtype=dtype, device=device)
-                ).transpose(2, 3)
+                float8.bits(zeros(len(at), batch, heads, slots, size, dtype=dtype, device=device)).transpose(
+                    2, 3
+                )
                 for (heads, size, dtype, device), at in kinds.items()
             ]
         self._whole = self._blocks  # all rows, including those that left
@@ -182,7 +183,13 @@ class Slots(KVStore):
         new, rows = copy.copy(self), self._blocks[0].shape[1]
         with torch.inference_mode(False):
             new._whole = [
-                torch.zeros_like(block.transpose(2, 3)[:, :1]).repeat(1, batch, 1, 1, 1).transpose(2, 3)
+                zeros(
+                    len(block),
+                    batch,
+                    *block.transpose(2, 3).shape[2:],
+                    dtype=block.dtype,
+                    device=block.device,
+                ).transpose(2, 3)
                 for block in self._blocks
             ]
             new._blocks = [block[:, :rows] for block in new._whole]
