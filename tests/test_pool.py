@@ -519,6 +519,64 @@ def test_rows_that_join():
 # -- exactness ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class After(Script):
+    """The second arm for requests from number ``first`` on, from each one's third choice on."""
+
+    first: int = 0
+
+    def select(self, state: Any, context: Any, capacities: Tensor, rng: Any) -> tuple[Tensor, Tensor, Any]:
+        told, arm = state[1], []
+        for request in context.request.tolist():
+            told.chosen[request] = told.chosen.get(request, 0) + 1
+            arm.append(int(request >= self.first and told.chosen[request] > 2))
+        return torch.tensor(arm), torch.full((context.batch,), 0.5), state
+
+
+@dataclass(frozen=True)
+class Counts(sd.drafts.Model):
+    """Counts what it observes, so its state must be there from the beginning."""
+
+    seen: list[int] = field(default_factory=list, compare=False)
+
+    def observe(self, state: Any, round: Any) -> Any:
+        self.seen.append(round.context.batch)
+        return super().observe(state, round)
+
+
+@pytest.mark.parametrize("served", [False, True])
+@pytest.mark.parametrize("first, made", [(9, False), (3, True), (0, True)])
+def test_a_models_cache_is_made_when_a_row_first_uses_it(models, monkeypatch, served, first, made):
+    target, one, two = models
+    batches: list[int] = []
+    cache = type(two).cache
+
+    def noted(self: Any, batch: int, capacity: int) -> Any:
+        if self is two and capacity > 1:  # ``serve`` looks at a cache for one token
+            batches.append(batch)
+        return cache(self, batch, capacity)
+
+    monkeypatch.setattr(type(two), "cache", noted)
+    decoder = sd.decoder(target).pool({"one": one, "two": two}, After(first=first), 3).greedy().build()
+    plain = sd.decoder(target).greedy().build().generate(PROMPTS, 12).ids
+    if served:  # rows join and leave
+        requests = [sd.Request(prompt, 12) for prompt in PROMPTS]
+        found = {f.index: f.ids for f in decoder.serve(requests, limit=2)}
+        assert [found[b] for b in range(len(PROMPTS))] == plain
+    else:
+        assert decoder.generate(PROMPTS, 12).ids == plain
+    assert bool(batches) is made, batches
+
+
+def test_a_model_that_observes_is_there_from_the_beginning(models):
+    target, one, two = models
+    draft = Counts(two)
+    decoder = sd.decoder(target).pool({"one": one, "two": draft}, Fixed(0), 3).greedy().build()
+    rounds: list[Any] = []
+    decoder.generate(PROMPTS, 8, on_round=rounds.append)
+    assert len(draft.seen) >= len(rounds) - 2 > 2
+
+
 def test_a_pool_follows_the_targets_draws():
     builder = catalogue._everything(2).verifier(sd.Coupled()).executor(Pipelined())
     assert certify_coupled(builder.build(), ((0,), (1,)), 3, nodes=None).lossless

@@ -17,7 +17,7 @@ from specdec.audit.certify import certify
 from specdec.cost.arms import weights
 from specdec.data.tokens import train_tokenizer, train_words
 from specdec.drafts import TextMatch, Translated
-from specdec.drafts.model import readable
+from specdec.drafts.one_model import readable
 from specdec.drafts.translated.codec import Codec
 from specdec.drafts.translated.retokenizer import MOST, NOTHING, Retokenizer
 from specdec.testing import check_draft

@@ -17,7 +17,8 @@ from specdec.arguments import at_least
 from specdec.capabilities import DraftInfo, DraftPart, ModelInfo
 from specdec.drafts.coerce import as_model
 from specdec.drafts.draw import fitted
-from specdec.drafts.model import as_draft, readable
+from specdec.drafts.model import as_draft
+from specdec.drafts.one_model import readable
 from specdec.kernels.device import to_device, to_host
 from specdec.protocols import Draft, LanguageModel
 from specdec.rng import Attempt, Key, Rng

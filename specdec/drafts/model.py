@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from specdec.capabilities import DraftInfo
 from specdec.drafts.coerce import as_model
 from specdec.drafts.draw import ChainDraw
+from specdec.drafts.one_model import ModelState, OneModel, readable
 from specdec.drafts.stops import Stops, as_stops
 from specdec.graphs import chain, windowed_chain
 from specdec.graphs.chain import Drawn
@@ -19,41 +20,7 @@ from specdec.models.hf import HFModel
 from specdec.protocols import LanguageModel
 from specdec.rng import Rng
 from specdec.sampling import Sampling
-from specdec.types import Context, Proposal, Round
-
-
-class ModelState(NamedTuple):
-    cache: Any
-    proposal: Proposal | None  # its nodes are in the cache
-
-
-class OneModel:
-    """The methods of a draft, except ``propose``, whose ``model`` has the nodes that were proposed last in its cache."""
-
-    model: LanguageModel
-
-    def init(self, context: Context, target_cache: Any) -> ModelState:
-        return self.prepare(self.empty(context), context, None)
-
-    def empty(self, context: Context) -> ModelState:
-        """A state that has read nothing."""
-        return ModelState(self.model.cache(context.batch, context.tokens.shape[1]), None)
-
-    def prepare(self, state: ModelState, context: Context, rows: Tensor | None) -> ModelState:
-        """Feed unread tokens of ``rows`` (``None``: all), so that the next ``propose`` need not."""
-        self.model.prefill(state.cache, readable(context, self.model), rows)
-        return state
-
-    def observe(self, state: ModelState, round: Round) -> ModelState:
-        if state.proposal is round.proposal:  # otherwise the cache holds another tree, which sync notices
-            state.cache.commit(round.context, round.verdict)
-        return ModelState(state.cache, None)
-
-    def select(self, state: ModelState, rows: Tensor) -> ModelState:
-        return ModelState(state.cache.select(rows), None)
-
-    def join(self, state: ModelState, other: ModelState) -> ModelState:
-        return ModelState(state.cache.join(other.cache), None)
+from specdec.types import Context, Proposal
 
 
 @dataclass(frozen=True)
@@ -124,10 +91,3 @@ def captured(
         return None
     propose: Any = chain.propose if kind == "slots" else windowed_chain.propose
     return partial(propose, model, sampling=sampling, vocab_size=vocab_size)
-
-
-def readable(context: Context, model: LanguageModel) -> Context:
-    """The context for a draft with a smaller (less padded) vocabulary: ids that it lacks become its last id."""
-    if model.vocab_size > int(context.tokens.max()):
-        return context
-    return replace(context, tokens=context.tokens.clamp(max=model.vocab_size - 1))

@@ -1,7 +1,7 @@
 """Several drafts in one decoder: each row is drafted by the arm that was chosen for it (SPIN, arXiv 2503.15921, section 4).
 
 All drafts keep a state for all rows. Drafts that can wait read a row's text when the row is first assigned to them: in ``propose``,
-or earlier in ``prepare``, while another draft still drafts for the row.
+or earlier in ``prepare``, while another draft still drafts for the row. A model's cache is made when a row first uses it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.capabilities import DraftInfo, DraftPart
+from specdec.drafts.one_model import OneModel, Unused, late
 from specdec.kernels.device import DeferredChecks, to_device
 from specdec.protocols import Draft, LanguageModel
 from specdec.rng import Rng
@@ -79,6 +80,11 @@ class Pool:
         return tuple(map(DraftPart.of, self.drafts))
 
     @cached_property
+    def late(self) -> tuple[OneModel | None, ...]:
+        """The drafts whose states are made when a row first uses them."""
+        return tuple(map(late, self.drafts))
+
+    @cached_property
     def info(self) -> DraftInfo:
         infos = [part.info for part in self.parts]
         return DraftInfo(
@@ -97,12 +103,20 @@ class Pool:
         return replace(self, drafts=tuple(part.bound(target, sampling) for part in self.parts))
 
     def init(self, context: Context, target_cache: Any) -> PoolState:
-        states = tuple(
-            part.draft.init(context, target_cache) if part.waits is None else part.waits.empty(context)
-            for part in self.parts
-        )
+        states = tuple(self._begun(d, context, target_cache) for d in range(len(self.drafts)))
         arm = torch.zeros(context.batch, dtype=torch.long)
         return PoolState(states, arm, self._teams(arm), (None,) * len(states), (0.0,) * len(self.arms))
+
+    def _begun(self, d: int, context: Context, target_cache: Any) -> Any:
+        part = self.parts[d]
+        if self.late[d] is not None:
+            return Unused(context.batch, context.tokens.shape[1])
+        return part.draft.init(context, target_cache) if part.waits is None else part.waits.empty(context)
+
+    def _made(self, d: int, state: Any) -> Any:
+        """The state of draft ``d``, which is about to be used."""
+        draft = self.late[d]
+        return draft.made(state) if draft is not None and isinstance(state, Unused) else state
 
     def assign(self, state: PoolState, arm: Tensor) -> PoolState:
         """Row b is drafted by ``arm[b]`` from now on."""
@@ -139,7 +153,7 @@ class Pool:
             if len(ahead):
                 rows = rows[~stays[rows]]
             if waits is not None and len(rows):
-                states[d] = waits.prepare(states[d], context, rows)
+                states[d] = waits.prepare(self._made(d, states[d]), context, rows)
             if stacks is not None and len(ahead):
                 member = torch.tensor(self.members)[arm[ahead]]
                 states[d] = stacks.read_ahead(states[d], context, ahead, member)
@@ -170,7 +184,8 @@ class Pool:
                 mine = torch.zeros_like(budget).index_copy_(0, rows, budget[rows])
             if mine.numpy().any():
                 with DeferredChecks() as later:
-                    drafted, states[d] = self.parts[d].propose(states[d], context, mine, rng)
+                    ready = self._made(d, states[d])
+                    drafted, states[d] = self.parts[d].propose(ready, context, mine, rng)
                 made[d] = drafted
                 later.settle(*([drafted.tokens] if self.timed else []))
             spent[d] = perf_counter() - began
@@ -194,25 +209,40 @@ class Pool:
         if round.proposal.nodes:
             none = replace(round, proposal=Proposal.none(round.context.batch))
         states = tuple(
-            d.observe(s, none if p is None else round if p is round.proposal else replace(round, proposal=p))
+            s
+            if isinstance(s, Unused)
+            else d.observe(
+                s, none if p is None else round if p is round.proposal else replace(round, proposal=p)
+            )
             for d, s, p in zip(self.drafts, state.states, state.proposals)
         )
         return state._replace(states=states, proposals=(None,) * len(states))
 
     def select(self, state: PoolState, rows: Tensor) -> PoolState:
-        states = tuple(d.select(s, rows) for d, s in zip(self.drafts, state.states))
+        states = tuple(
+            s._replace(batch=len(rows)) if isinstance(s, Unused) else d.select(s, rows)
+            for d, s in zip(self.drafts, state.states)
+        )
         arm = state.arm[rows]
         return state._replace(states=states, arm=arm, teams=self._teams(arm), proposals=(None,) * len(states))
 
     def follow(self, state: PoolState, target_cache: Any) -> PoolState:
-        states = tuple(part.follow(s, target_cache) for part, s in zip(self.parts, state.states))
+        states = tuple(
+            s if isinstance(s, Unused) else part.follow(s, target_cache)
+            for part, s in zip(self.parts, state.states)
+        )
         return state._replace(states=states)
 
     def join(self, state: PoolState, other: PoolState) -> PoolState:
-        joins: Any = (part.joins for part in self.parts)  # ``serving.check``
-        states = tuple(j.join(a, b) for j, a, b in zip(joins, state.states, other.states))
+        states = tuple(self._joined(d, *both) for d, both in enumerate(zip(state.states, other.states)))
         arm = torch.cat([state.arm, other.arm])
         return state._replace(states=states, arm=arm, teams=self._teams(arm), proposals=(None,) * len(states))
+
+    def _joined(self, d: int, mine: Any, theirs: Any) -> Any:
+        if isinstance(mine, Unused) and isinstance(theirs, Unused):
+            return Unused(mine.batch + theirs.batch, max(mine.width, theirs.width))
+        joins: Any = self.parts[d].joins  # ``serving.check``
+        return joins.join(self._made(d, mine), self._made(d, theirs))
 
 
 def merged(parts: Sequence[tuple[Proposal, Tensor]], batch: int) -> Proposal:

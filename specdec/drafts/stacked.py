@@ -10,7 +10,8 @@ from torch import Tensor
 
 from specdec.cache.paged import PagedCache
 from specdec.capabilities import DraftInfo
-from specdec.drafts.model import Model, ModelState, readable
+from specdec.drafts.model import Model
+from specdec.drafts.one_model import ModelState, readable
 from specdec.models.stacked import StackedModel
 from specdec.protocols import LanguageModel
 from specdec.rng import Rng

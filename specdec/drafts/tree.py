@@ -16,7 +16,7 @@ from specdec.arguments import whole
 from specdec.capabilities import DraftInfo
 from specdec.drafts.coerce import as_model
 from specdec.drafts.draw import fitted, with_distributions
-from specdec.drafts.model import ModelState, OneModel, readable
+from specdec.drafts.one_model import ModelState, OneModel, readable
 from specdec.drafts.siblings import Drawing, Independent
 from specdec.kernels.topk import topk
 from specdec.protocols import LanguageModel

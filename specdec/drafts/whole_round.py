@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from specdec.cache.contiguous import SlotCache
 from specdec.cache.slots import Slots
 from specdec.cache.static import StaticStore
-from specdec.drafts.model import Model, ModelState
+from specdec.drafts.model import Model
+from specdec.drafts.one_model import ModelState
 from specdec.drafts.stops import why_stop
 from specdec.graphs.drafting import Drafting, Given, Side
 from specdec.graphs.programs import Programs

@@ -13,7 +13,8 @@ from specdec.arguments import at_least
 from specdec.cache.ring import BLOCK
 from specdec.capabilities import DraftInfo
 from specdec.drafts.magicdec.view import View, ViewCache
-from specdec.drafts.model import Model, ModelState
+from specdec.drafts.model import Model
+from specdec.drafts.one_model import ModelState
 from specdec.drafts.stops import Stops, as_stops
 from specdec.masks import for_model, streaming
 from specdec.models.hf import HFModel

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from specdec.capabilities import DraftInfo
 from specdec.drafts.coerce import ModelLike
-from specdec.drafts.model import Model, ModelState
+from specdec.drafts.model import Model
+from specdec.drafts.one_model import ModelState
 from specdec.drafts.translated.codec import LOST
 from specdec.drafts.translated.model import Translated, TranslatedCache
 from specdec.drafts.translated.retokenizer import Read
