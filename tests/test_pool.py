@@ -18,6 +18,7 @@ from specdec.arm_policy import Arm, ArmPolicy
 from specdec.audit import catalogue
 from specdec.audit.adversaries import AdversarialSelector
 from specdec.audit.certify import certify_coupled
+from specdec.cache import contiguous
 from specdec.cost.arms import ArmCosts, weights
 from specdec.drafts.pool import Pool, PoolState, merged
 from specdec.drafts.spire import SpireModel
@@ -545,7 +546,7 @@ class Counts(sd.drafts.Model):
 
 
 @pytest.mark.parametrize("served", [False, True])
-@pytest.mark.parametrize("first, made", [(9, False), (3, True), (0, True)])
+@pytest.mark.parametrize(("first", "made"), [(9, False), (3, True), (0, True)])
 def test_a_models_cache_is_made_when_a_row_first_uses_it(models, monkeypatch, served, first, made):
     target, one, two = models
     batches: list[int] = []
@@ -566,6 +567,20 @@ def test_a_models_cache_is_made_when_a_row_first_uses_it(models, monkeypatch, se
     else:
         assert decoder.generate(PROMPTS, 12).ids == plain
     assert bool(batches) is made, batches
+
+
+def test_what_a_late_cache_would_raise_is_raised_at_the_start(models, monkeypatch):
+    target, one, _ = models
+    moved = sd.HFModel(model := tiny("llama", 3, num_hidden_layers=1))
+    decoder = sd.decoder(target).pool({"one": one, "two": moved}, Fixed(0), 3).greedy().build()
+    assert decoder.generate(PROMPTS, 4).ids
+    monkeypatch.setattr(contiguous, "free_bytes", lambda device: 10**5)
+    with pytest.raises(MemoryError, match="KV cache of 6 rows"):
+        decoder.draft.init(sd.Context.of(PROMPTS, 4000), None)
+    monkeypatch.undo()
+    model.float()
+    with pytest.raises(RuntimeError, match="make a new HFModel"):
+        decoder.generate(PROMPTS, 4)
 
 
 def test_a_model_that_observes_is_there_from_the_beginning(models):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from specdec.models.hf import HFModel
 from specdec.protocols import LanguageModel
 from specdec.types import Context, Proposal, Round
 
@@ -17,7 +18,7 @@ class ModelState(NamedTuple):
 
 
 class Unused(NamedTuple):
-    """The state of ``batch`` rows, with ``width`` tokens at most, that no row has used: nothing has been made for them."""
+    """The state of ``batch`` rows, with ``width`` tokens at most, of a draft that none of them has used: nothing has been made for it."""
 
     batch: int
     width: int
@@ -39,6 +40,16 @@ class OneModel:
         """A state for its rows that has read nothing."""
         return ModelState(self.model.cache(*unused), None)
 
+    def later(self, context: Context) -> Unused:
+        """A state to be ``made`` when a row first uses it, if the draft is ``late``.
+
+        Raises:
+            MemoryError, RuntimeError: as for ``HFModel.check_room``.
+        """
+        if isinstance(self.model, HFModel):
+            self.model.check_room(context.batch, context.tokens.shape[1])
+        return Unused(context.batch, context.tokens.shape[1])
+
     def prepare(self, state: ModelState, context: Context, rows: Tensor | None) -> ModelState:
         """Feed unread tokens of ``rows`` (``None``: all), so that the next ``propose`` need not."""
         self.model.prefill(state.cache, readable(context, self.model), rows)
@@ -58,8 +69,10 @@ class OneModel:
 
 def late(draft: Any) -> OneModel | None:
     """The draft, if a state that is made when a row first uses it serves as well as an earlier one: it has a ``OneModel``'s methods, and no others in their
-    place."""
-    if not isinstance(draft, OneModel):
+    place, over an ``HFModel``, which can say before whether there is room. With captured steps caches share memory and cost nothing."""
+    if not (isinstance(draft, OneModel) and isinstance(draft.model, HFModel) and draft.model.steps is None):
+        return None
+    if type(draft.model).cache is not HFModel.cache:
         return None
     classes = type(draft).mro()
     own = {name for each in classes[: classes.index(OneModel)] for name in vars(each)}

@@ -108,9 +108,9 @@ class Pool:
         return PoolState(states, arm, self._teams(arm), (None,) * len(states), (0.0,) * len(self.arms))
 
     def _begun(self, d: int, context: Context, target_cache: Any) -> Any:
-        part = self.parts[d]
-        if self.late[d] is not None:
-            return Unused(context.batch, context.tokens.shape[1])
+        part, late = self.parts[d], self.late[d]
+        if late is not None:
+            return late.later(context)
         return part.draft.init(context, target_cache) if part.waits is None else part.waits.empty(context)
 
     def _made(self, d: int, state: Any) -> Any:

@@ -123,8 +123,7 @@ class HFModel(Wrapper):
         where = self.clone.get_input_embeddings().weight
         self._wrapped_as = (where.dtype, where.device)
         self.steps = steps_for(graphs, self._path, self.clone, self.device, attention, kv_dtype)
-        if self.steps is not None:
-            self._path.concurrent = False
+        self._path.concurrent = self._path.concurrent and self.steps is None
         self.max_positions = positions_of(model.config)
         self.vocab_size: int = model.config.get_text_config().vocab_size
         if attention != "auto" and path == "packed":
@@ -214,16 +213,23 @@ class HFModel(Wrapper):
         except LookupError as error:
             raise refuse(self.clone.config.model_type, str(error)) from None
 
-    def _check_storage(self) -> None:
+    def check_room(self, batch: int, capacity: int) -> None:
+        """Raise what ``cache`` would, except about changed weights, which takes longer to find out."""
+        self._check_storage(weights=False)
+        if self.steps is None and self.page is None:
+            check_memory(self._shapes, batch, capacity, self._path.spare)
+
+    def _check_storage(self, weights: bool = True) -> None:
         mine, users = self.clone.parameters(), self.model.parameters()
         where = self.clone.get_input_embeddings().weight
         if [*map(id, mine)] != [*map(id, users)] or (where.dtype, where.device) != self._wrapped_as:
             raise RuntimeError(
                 "the model was moved, cast or given other parameters after it was wrapped: make a new HFModel from it"
             )
-        self._path.check()
-        if self.steps is not None:
-            self.steps.check(self.clone.modules())
+        if weights:
+            self._path.check()
+            if self.steps is not None:
+                self.steps.check(self.clone.modules())
 
     def bytes_per_token(self) -> int:
         """KV bytes of one token of one row in all layers."""
