@@ -22,7 +22,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from specdec.decoder import Decoder
 from specdec.generation import Generation
-from specdec.prompts import Prompts, prepared, rows_of
+from specdec.prompts import Prompts, rows_of, stop_rules
 from specdec.rng import seeds
 from specdec.stats import Stats
 
@@ -36,6 +36,8 @@ def generate(
     eos_token_id: int | Sequence[int] | None = None,
     stop_strings: str | Sequence[str] = (),
     stopping_criteria: Sequence[Callable[..., Any]] = (),
+    batch_size: int | None = None,
+    progress: bool = False,
 ) -> Generation:
     """As ``decoder.generate``, with the rows spread over the processes of ``accelerate launch``; in a single process it equals ``decoder.generate``.
 
@@ -45,11 +47,14 @@ def generate(
     A selector of arms learns in each process from that process's rows. Under ``Coupled`` and at temperature 0, texts then equal those
     of one process; under ``Rejection`` they have the same distribution. Capacities hold in each process.
 
+    Args:
+        batch_size: the most rows that one process decodes at a time; ``None``: all of its share. progress: show a bar, which process 0 writes, of its own share.
+            The others are as for ``decoder.generate``.
     Returns:
         the same result in every process, in the order of the prompts. ``stats`` has sums, and the seconds of the process that took
         longest, so that tokens a second are those of all processes together. Time spent waiting for the others is not counted.
     Raises:
-        ValueError: as ``decoder.generate``, or the processes were given different prompts.
+        TypeError, ValueError, MemoryError: as ``decoder.generate``. ValueError: the processes were given different prompts.
         RuntimeError: decoding failed in some process (raised in all of them, so that none waits for it).
     """
     settings: dict[str, Any] = {
@@ -60,13 +65,18 @@ def generate(
     where = decoder.device
     # With models on CPUs, accelerate would otherwise look for GPUs to communicate over.
     state = PartialState(cpu=where is None or where.type == "cpu")
+    settings |= {"batch_size": batch_size, "progress": progress}
     if state.num_processes == 1:
         return decoder.generate(prompts, max_new_tokens, seed=seed, **settings)
-    rows, budgets, drawn, wrong = [], [], [], None
+    rows, budgets, drawn, mine, wrong = [], [], [], [], None
     try:
         rows = rows_of(decoder.target, prompts)
-        context, limits = prepared(
-            decoder, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria
+        if not isinstance(progress, bool):
+            raise TypeError(f"progress is {progress!r}: give True or False")
+        mine = shares([len(row) for row in rows], state.num_processes)[state.process_index]
+        size = decoder._batch_size(batch_size, max(len(mine), 1))
+        limits = stop_rules(
+            decoder, rows, max_new_tokens, eos_token_id, stop_strings, stopping_criteria, size
         )
         for what, many in (
             ("sampling", decoder.sampling.by_request),
@@ -76,21 +86,20 @@ def generate(
                 raise ValueError(
                     f"{what} has sampling settings for each request, and every process numbers its own: give one for all"
                 )
-        budgets = (limits.max_length - context.length).tolist()
+        budgets = [end - len(row) for end, row in zip(limits.max_length.tolist(), rows)]
         drawn = seeds(seed, len(rows)).tolist()
     except Exception as error:
         wrong = error
     # An invalid call in one process is made known to all before any of them waits.
-    heard: list[bool] = gather_object([wrong is not None])
+    heard: list[str | None] = gather_object([None if wrong is None else str(wrong)])
     if wrong is not None:
         raise wrong
-    if any(heard):
-        raise ValueError(
-            f"process {heard.index(True)} of {len(heard)} refused its arguments: give all processes the same"
-        )
+    for process, why in enumerate(heard):
+        if why is not None:
+            raise ValueError(f"process {process} of {len(heard)} refused its arguments: {why}")
     _agree(rows, budgets)
     keys = broadcast_object_list([drawn])[0]
-    mine = shares([len(row) for row in rows], state.num_processes)[state.process_index]
+    settings["progress"] = progress and state.is_main_process
     out, failed = None, None
     if mine:
         part, own = [rows[b] for b in mine], [budgets[b] for b in mine]

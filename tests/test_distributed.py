@@ -7,9 +7,14 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +24,7 @@ from test_training import trained_with_clipping
 from tiny import byte_tokenizer, tiny
 
 import specdec as sd
-from specdec import selectors
+from specdec import distributed, selectors
 from specdec.distributed import generate, joined, shares, total
 from specdec.drafts.stateless import Stateless
 from specdec.stats import Stats
@@ -77,7 +82,7 @@ def process(folder):
     found = runs(generate)
     assert PartialState().num_processes == 2
     decoder = next(iter(decoders().values()))
-    free = generate(decoder, PROMPTS, 5)  # process 0's seeds are everybody's
+    free = generate(decoder, PROMPTS, 5, batch_size=2, progress=True)  # process 0's seeds are everybody's
     broken = sd.decoder(decoder.target).draft(Broken()).build()
     said = []
     for call in (
@@ -194,6 +199,74 @@ def test_alone_it_is_the_decoders_own():
     decoder = decoders()["model"]
     one, two = generate(decoder, PROMPTS, BUDGETS, seed=3), decoder.generate(PROMPTS, BUDGETS, seed=3)
     assert (one.ids, one.texts, one.finish, one.row_stats) == (two.ids, two.texts, two.finish, two.row_stats)
+
+
+@contextmanager
+def as_processes(monkeypatch, count):
+    """Threads of this process in place of processes: a function that runs another one in each, and returns what each gave or raised."""
+    own, barrier, told = threading.local(), threading.Barrier(count), {}
+
+    def gather(mine):
+        told[own.rank] = mine
+        barrier.wait(60)
+        every = [one for rank in range(count) for one in told[rank]]
+        barrier.wait(60)
+        return every
+
+    def state(cpu):
+        return SimpleNamespace(num_processes=count, process_index=own.rank, is_main_process=not own.rank)
+
+    def run(function):
+        def one(rank):
+            own.rank = rank
+            try:
+                return function()
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(count) as pool:
+            return list(pool.map(one, range(count)))
+
+    monkeypatch.setattr(distributed, "PartialState", state)
+    monkeypatch.setattr(distributed, "gather_object", gather)
+    monkeypatch.setattr(distributed, "broadcast_object_list", lambda mine: gather(mine)[:1])
+    yield run
+
+
+@pytest.mark.parametrize("count", [1, 2, 6])  # of 5 rows: one process has none
+def test_every_process_decodes_its_share_in_batches(monkeypatch, capsys, count):
+    decoder, most = decoders()["model"], []
+    expected = decoder.generate(PROMPTS, BUDGETS, seed=3).ids
+    alone = sd.Decoder.generate
+
+    def noted(self, prompts, budgets, **settings):
+        def see(round):
+            most.append(round.context.batch)
+
+        return alone(self, prompts, budgets, on_round=see, **settings)
+
+    monkeypatch.setattr(sd.Decoder, "generate", noted)
+    with as_processes(monkeypatch, count) as run:
+        for out in run(lambda: generate(decoder, PROMPTS, BUDGETS, seed=3, batch_size=1, progress=True)):
+            assert out.ids == expected
+    assert set(most) == {1}
+    assert capsys.readouterr().err.count("decoding:   0%") == 1  # the share of process 0
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_no_batch_size_or_progress_is_refused_before_any_process_decodes(monkeypatch, count):
+    of_two = sd.decoder(decoders()["model"].target).executor(sd.executors.Pipelined(2)).build()
+    calls = [
+        (of_two, {"batch_size": 0}, "batch_size is 0: give the most rows of a batch"),
+        (of_two, {"batch_size": "4"}, "batch_size is '4': give a whole number, or None for all"),
+        (of_two, {"progress": 1}, "progress is 1: give True or False"),
+        (of_two, {"batch_size": 1}, "batch_size is 1, which makes a batch of 1"),
+    ]
+    monkeypatch.setattr(sd.Decoder, "_rounds", None)
+    with as_processes(monkeypatch, count) as run:
+        for decoder, given, says in calls:
+            for error in run(partial(generate, decoder, PROMPTS, 5, **given)):
+                assert says in str(error)
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=30), st.integers(1, 8))
