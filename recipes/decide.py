@@ -6,7 +6,8 @@
 Every draft is tried with every length of --k, and heads that draft trees with trees of --trees nodes, beside plain decoding: all in turn on one half of the
 prompts (sd.compare). The fastest at each batch is then decoded beside plain decoding again, on the other half, since the fastest of many owes a part
 of its lead to luck. A draft is a pocket model, a folder or a hub id, of a causal LM, a SPIRe draft or a head, or one of ngram, suffix, magicdec and mtp, the
-MTP layer of the target's own checkpoint. --prompts is a JSON-lines file with a "prompt", a list of "turns" (of which the first is decoded) or a chat's "messages" a
+MTP layer of the target's own checkpoint; windowed:DRAFT and fp8:DRAFT (keys and values of eight bits) as well. One with another tokenizer is translated;
+text:DRAFT proposes its text instead. --prompts is a JSON-lines file with a "prompt", a list of "turns" (of which the first is decoded) or a chat's "messages" a
 line, and an optional "source" (prompts of one source are in one half); default: the shipped development prompts.
 
 With --schema, every answer is JSON of a schema, written without whitespace, and a draft may be jump (tokens that the schema forces) or jump:DRAFT (these,
@@ -29,20 +30,13 @@ from specdec.capabilities import DraftInfo, ModelInfo
 from specdec.lab.console import progress, short_errors
 from specdec.lab.contenders import Contender
 from specdec.lab.live import Live
-from specdec.lab.loading import load, load_draft, own_head
+from specdec.lab.loading import load, named_draft
 from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import by_turns, cut, read, shipped
 from specdec.lab.recipe import Placed, Plotted
-from specdec.parts import as_draft
 from specdec.prompts import stop_rules
 
 PLAIN = "plain"
-UNTRAINED = {
-    "ngram": sd.drafts.NGram,
-    "suffix": sd.drafts.Suffix,
-    "magicdec": sd.drafts.MagicDec,
-    "jump": sd.drafts.JumpForward,
-}
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ class Settings(Plotted, Placed):
     target: str = option("pocket-target", "a pocket model, a folder or a hub id")
     drafts: tuple[str, ...] = option(
         ("small=pocket-vanilla", "spire=pocket-spire", "ngram"),
-        "NAME=DRAFT, or a draft alone; mtp is the target's own layer",
+        "NAME=DRAFT, or a draft alone, also windowed:DRAFT and text:DRAFT; mtp is the target's own layer",
         metavar="DRAFT",
     )
     k: tuple[int, ...] = option((2, 4, 8), "block lengths", metavar="N")
@@ -61,6 +55,8 @@ class Settings(Plotted, Placed):
     context: int = option(512, "longer plain prompts are cut to this many tokens at their end (0: never)")
     new_tokens: int = option(64, "of each row")
     batches: tuple[int, ...] = option((1, 4), "rows at a time", metavar="N")
+    window: int = option(64, "window of magicdec and windowed drafts")
+    sinks: int = option(1, "first tokens that they keep")
     temperature: float = option(1.0, "of the target and the drafts (0: greedy)")
     repeats: int = option(6, "counted runs of each decoder and batch, in each comparison")
     schema: str | None = option(
@@ -96,13 +92,13 @@ def halves(s: Settings, target: Any) -> tuple[list[list[int]], list[list[int]]]:
     return first, second
 
 
-def part(given: str, name: str, target: Any, dtype: Any) -> Any:
+def part(s: Settings, given: str, target: Any) -> Any:
     """A draft by what was said."""
-    if given in UNTRAINED:
-        return UNTRAINED[given]()
+    if given == "jump":
+        return sd.drafts.JumpForward()
     if given.startswith("jump:"):
-        return sd.drafts.JumpForward(part(given.removeprefix("jump:"), name, target, dtype))
-    return own_head(target) if given == "mtp" else as_draft(load_draft(given, target, dtype), name)
+        return sd.drafts.JumpForward(part(s, given.removeprefix("jump:"), target))
+    return named_draft(given, target, s.window, s.sinks, s.precision)
 
 
 def decoders(s: Settings, target: Any) -> dict[str, sd.Decoder]:
@@ -113,8 +109,8 @@ def decoders(s: Settings, target: Any) -> dict[str, sd.Decoder]:
         name, _, given = spec.partition("=")
         given = given or name
         try:
-            draft = part(given, name, target, s.precision)
-        except TypeError as error:
+            draft = part(s, given, target)
+        except (TypeError, ValueError, OSError, SystemExit) as error:
             raise SystemExit(f"--drafts {spec}: {error}") from None
         longest = DraftInfo.of(draft).longest
         for k in sorted({k if longest is None else min(k, longest) for k in s.k}):

@@ -35,12 +35,27 @@ def test_every_draft_is_tried_with_every_length_and_heads_with_trees(recipe, tar
     assert made["pocket-medusa/2"].length == 2
 
 
-def test_a_draft_that_refuses_is_left_out(recipe, target, capsys):
-    s = recipe.Settings(drafts=("spire=pocket-spire", "words=pocket-words", "ngram"), k=(2, 16), trees=(0,))
+def test_a_length_that_a_draft_refuses_is_left_out(recipe, target, capsys):
+    s = recipe.Settings(drafts=("spire=pocket-spire", "ngram"), k=(2, 16), trees=(0,))
     assert list(recipe.decoders(s, target)) == ["plain", "spire/2", "ngram/2", "ngram/16"]
-    said = capsys.readouterr().err
-    assert "spire/16 is left out: " in said
-    assert "words/2 is left out: target and draft have different tokenizers" in said
+    assert "spire/16 is left out: " in capsys.readouterr().err
+
+
+def test_drafts_with_windows_and_with_other_tokenizers_are_tried(recipe, target):
+    drafts = (
+        "narrow=windowed:pocket-tiny",
+        "words=pocket-words",
+        "text=text:windowed:pocket-words",
+        "magicdec",
+    )
+    s = recipe.Settings(drafts=drafts, k=(2,), trees=(0,), window=9, sinks=2, temperature=0.0)
+    made = recipe.decoders(s, target)
+    assert list(made) == ["plain", "narrow/2", "words/2", "text/2", "magicdec/2"]
+    narrow, words, text, magicdec = (one.draft for one in list(made.values())[1:])
+    for windowed in (narrow.model, text.model, magicdec):
+        assert (windowed.window, windowed.sinks) == (9, 2)
+    assert (type(words.model), type(text)) == (sd.drafts.Translated, sd.drafts.TextMatch)
+    assert len({one.generate("def area(r):", 8).texts[0] for one in made.values()}) == 1
 
 
 def test_answers_follow_a_schema(recipe, target, tmp_path):
@@ -167,6 +182,16 @@ def test_the_fastest_is_measured_again_on_other_prompts(recipe, tmp_path, capsys
         ({"drafts": ("a=ngram", "a=suffix")}, "the name 'a' is"),
         ({"drafts": ("=ngram",)}, "the name '' is"),
         ({"drafts": ("a=jump:pocket-tiny",)}, "a=jump:pocket-tiny: nothing is forced without a schema"),
+        (
+            {"drafts": ("s=windowed:pocket-spire",)},
+            "--drafts s=windowed:.*a SPIRe draft has a mask of its own: leave wi",
+        ),
+        (
+            {"drafts": ("s=windowed:pocket-tiny",), "window": 0},
+            "--drafts s=windowed:pocket-tiny: window is 0",
+        ),
+        ({"drafts": ("h=text:pocket-medusa",)}, "--drafts h=text:.*: leave text: out"),
+        ({"drafts": ("h=windowed:",)}, "--drafts h=windowed:: .*name a draft after windowed:"),
         ({"schema": "nowhere.json"}, "--schema nowhere.json: there is no such file"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from recipe_runs import imported
 from tiny import byte_tokenizer, tiny
+from tiny_states import stateful
 
 import specdec as sd
 from specdec import parts, zoo
@@ -19,6 +20,7 @@ from specdec.lab import loading
 from specdec.lab.loading import draft_part, load, load_draft
 from specdec.lab.options import parse
 from specdec.lab.recipe import Placed, Replayed
+from specdec.models.own_cache import OwnCache
 
 model_files, head_files = (import_module(f"specdec.{part}.load") for part in ("models", "drafts.heads"))
 spire_files, spire_model = (import_module(f"specdec.drafts.spire.{part}") for part in ("load", "model"))
@@ -141,6 +143,17 @@ def test_names_of_nothing_are_refused(folders):
             load_draft(name, target)
     with pytest.raises(SystemExit, match="no draft 'eagle3', a name of vLLM's: give the draft itself"):
         load_draft("eagle3", target)
+
+
+def test_a_model_with_its_own_cache_is_a_draft_but_has_no_window(folders, tmp_path):
+    target = sd.HFModel(*load(str(folders / "target")))
+    name = str(tmp_path / "mamba")
+    stateful("lfm2").save_pretrained(name)
+    byte_tokenizer().save_pretrained(name)
+    assert isinstance(draft_part(name, target, 8, 1)[1].model, OwnCache)
+    for prefix in ("windowed:", "fp8:"):
+        with pytest.raises(SystemExit, match=f"own cache, .*: leave {prefix} out"):
+            draft_part(prefix + name, target, 8, 1)
 
 
 def test_a_targets_own_layer_is_a_draft(folders, monkeypatch):

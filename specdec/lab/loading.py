@@ -21,6 +21,8 @@ from specdec.models.load import load as read
 from specdec.models.load import load_tokenizer
 from specdec.models.windowed import Windowed
 
+UNTRAINED = {"ngram": drafts.NGram, "suffix": drafts.Suffix, "none": drafts.NoDraft}
+
 
 def load(name: str, dtype: torch.dtype | None = None, device: Any = None) -> tuple[Any, Any]:
     """A transformers model in evaluation mode, and its tokenizer.
@@ -93,50 +95,66 @@ def draft_folder(name: str) -> Path:
 
 
 def draft_part(
-    spec: str, target: HFModel, window: int, sinks: int, dtype: torch.dtype | None = None
+    spec: str, target: Any, window: int = 64, sinks: int = 1, dtype: torch.dtype | None = None
 ) -> tuple[str, Any]:
-    """The name and the draft of ``NAME=DRAFT``, where ``DRAFT`` is as for ``load_draft``, ``ngram``, ``suffix``, ``magicdec``, ``none``, ``windowed:DRAFT``, or
-    ``mtp``, the MTP layer of the target's own checkpoint.
+    """The name and the draft of ``NAME=DRAFT``, where ``DRAFT`` is as for ``named_draft``."""
+    name, equals, said = spec.partition("=")
+    return name, named_draft(said if equals else name, target, window, sinks, dtype)
+
+
+def named_draft(
+    said: str, target: Any, window: int = 64, sinks: int = 1, dtype: torch.dtype | None = None
+) -> Any:
+    """The draft of a name: as for ``load_draft``, or ``ngram``, ``suffix``, ``magicdec``, ``none``, ``windowed:DRAFT``, or ``mtp``, the MTP layer of the
+    target's own checkpoint.
 
     A causal LM keeps its keys and values in eight bits as ``fp8:DRAFT``, windowed as ``windowed:fp8:DRAFT``. One with another tokenizer than the
-    target's is ``Translated``, and ``TextMatch`` as ``text:DRAFT``.
+    target's is ``Translated``, and ``TextMatch`` as ``text:DRAFT``, before the other prefixes.
 
     Args:
-        dtype: as for ``load``; ``mtp`` has the target's.
+        target: an ``HFModel`` or an ``OwnCache``. dtype: as for ``load``; ``mtp`` has the target's.
     Raises:
-        SystemExit: the target has no such layer, or ``fp8:`` is given for a draft that is not a causal LM; and other errors as ``load_draft``.
+        SystemExit: the target has no such layer, or a prefix does not fit the draft; and other errors as ``load_draft``.
     """
-    name, equals, said = spec.partition("=")
-    said = said if equals else name
-    if said == "ngram":
-        return name, drafts.NGram()
-    if said == "suffix":
-        return name, drafts.Suffix()
-    if said == "none":
-        return name, drafts.NoDraft()
+    if said in UNTRAINED:
+        return UNTRAINED[said]()
     if said == "magicdec":
-        return name, drafts.MagicDec(window=window, sinks=sinks)
+        return drafts.MagicDec(window=window, sinks=sinks)
     if said == "mtp":
-        return name, own_head(target)
-    by_text = said.startswith("text:")
-    said = said.removeprefix("text:")
-    narrow = said.startswith("windowed:")
-    said = said.removeprefix("windowed:")
-    found = load_draft(said.removeprefix("fp8:"), target, dtype)
-    kv_dtype = torch.float8_e4m3fn if said.startswith("fp8:") else None
-    if kv_dtype is not None and isinstance(found, SpireModel | HeadModel):
-        raise SystemExit(f"no draft {said!r}: keys and values of eight bits are for causal LMs")
+        return own_head(target)
+    rest, given = said, set[str]()
+    for prefix in ("text:", "windowed:", "fp8:"):
+        if rest.startswith(prefix):
+            rest = rest.removeprefix(prefix)
+            given.add(prefix)
+
+    def refuse(prefix: str, why: str) -> None:
+        if prefix in given:
+            raise SystemExit(f"no draft {said!r}: {why}: leave {prefix} out")
+
+    if not rest:
+        raise SystemExit(f"no draft {said!r}: name a draft after {said}")
+    found = load_draft(rest, target, dtype)
+    if isinstance(found, SpireModel | HeadModel):
+        refuse("text:", "the text of a causal LM is matched, and this draft reads the target's activations")
+        refuse("fp8:", "keys and values of eight bits are for causal LMs")
     if isinstance(found, SpireModel):
-        return name, drafts.Spire(found)
+        refuse("windowed:", "a SPIRe draft has a mask of its own")
+        return drafts.Spire(found)
     if isinstance(found, HeadModel):
-        return name, drafts.Head(found.masked(streaming(window, sinks)) if narrow else found)
+        return drafts.Head(found.masked(streaming(window, sinks)) if "windowed:" in given else found)
     lm, own = found
     shared = share_ids(own, target.tokenizer)
-    model: Any = HFModel(lm, target.tokenizer if shared else own, kv_dtype=kv_dtype)
-    model = Windowed(model, window, sinks) if narrow else model
-    if by_text:
-        return name, drafts.TextMatch(model, target.tokenizer)
-    return name, drafts.Model(model if shared else drafts.Translated(model, target.tokenizer))
+    model: Any = as_model((lm, target.tokenizer if shared else own), said)
+    if not isinstance(model, HFModel):
+        refuse("windowed:", "its model runs with transformers' own cache, where nothing is masked")
+        refuse("fp8:", "its model runs with transformers' own cache, whose precision is its own")
+    if "fp8:" in given:
+        model = HFModel(lm, model.tokenizer, kv_dtype=torch.float8_e4m3fn)
+    model = Windowed(model, window, sinks) if "windowed:" in given else model
+    if "text:" in given:
+        return drafts.TextMatch(model, target.tokenizer)
+    return drafts.Model(model if shared else drafts.Translated(model, target.tokenizer))
 
 
 def share_ids(one: Any, other: Any) -> bool:
