@@ -6,8 +6,8 @@
 POST /v1/completions and /v1/chat/completions take `prompt` (a text or ids) or `messages`, `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `seed`,
 `stop`, `ignore_eos`, `stream`, `stream_options`, `n`, `logprobs` (with `top_logprobs` in a chat, `echo` in a completion), and a grammar as `response_format` or as
 vLLM's `structured_outputs` (`json`, `regex` or `grammar`). An unsupported field is refused by name, unless its value has no effect. GET /v1/models and /health answer, too. All requests share the batches of one decoder (Decoder.serve). The usage of an answer says
-how many drafted tokens were accepted and rejected. --draft is a pocket model, a folder or a hub id, of a causal LM, a SPIRe draft or a head, or one of ngram,
-suffix and none; --plain decodes with the target alone, so that the same client measures both.
+how many drafted tokens were accepted and rejected, and how many of the prompt's --prefix-cache had. --draft is a pocket model, a folder or a hub id, of a causal LM, a SPIRe draft or a head, or one of ngram,
+suffix, none and what else compare.py takes; --plain decodes with the target alone, so that the same client measures both.
 
 A request without a temperature has 1, whatever the model's generation config says. The endpoint is made for experiments: it has no authentication, no encryption and
 no rate limits. It accepts connections from this machine only, unless --host says otherwise.
@@ -16,7 +16,6 @@ no rate limits. It accepts connections from this machine only, unless --host say
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 import checkout  # noqa: F401
 import torch
@@ -31,18 +31,22 @@ import torch
 import specdec as sd
 from specdec.capabilities import ModelInfo
 from specdec.lab.console import quiet, short_errors
+from specdec.lab.loading import load, named_draft
 from specdec.lab.options import option, parse
-from specdec.parts import as_draft
+from specdec.lab.recipe import Placement
 from specdec.serving.engine import Engine, Said, Stopped
-from specdec.serving.openai import Answer, asked
+from specdec.serving.openai import Answer, asked, refusal
 
-UNTRAINED = {"ngram": sd.drafts.NGram, "suffix": sd.drafts.Suffix, "none": sd.drafts.NoDraft}
+PATHS = "/v1/completions", "/v1/chat/completions"
+HERE = "GET /v1/models or /health, POST /v1/completions or /v1/chat/completions"
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Placement):
     target: str = option("pocket-target", "a pocket model, a folder or a hub id")
-    draft: str = option("ngram", "a pocket model, a folder, a hub id, ngram, suffix or none")
+    draft: str = option(
+        "ngram", "a pocket model, a folder, a hub id, ngram, suffix, none, and others as for compare.py"
+    )
     k: int = option(4, "tokens that the draft proposes in a round")
     plain: bool = option(False, "no draft, whatever --draft says")
     limit: int = option(16, "requests that are decoded at a time")
@@ -67,20 +71,29 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     wbufsize = -1
     server: Server
+    asked: tuple[Any, bool] = None, False  # the body of the request, and whether it is a chat
 
     def log_message(self, *words: Any) -> None:
         """Nothing: a line for each request would be most of what is seen."""
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """An error of HTTP itself, such as another method, in JSON."""
+        self.close_connection = True  # what follows it cannot be told from a next request
+        self._refuse(405 if code == 501 else code, f"{message or code}: {HERE}")
+
     def do_GET(self) -> None:
-        if self.path == "/health":
+        path = self.path.partition("?")[0]
+        if path == "/health":
             self._send(200 if self.server.engine.broken is None else 503, {})
-        elif self.path == "/v1/models":
+        elif path == "/v1/models":
             self._send(200, {"object": "list", "data": [self.server.model()]})
+        elif path.startswith("/v1/models/"):
+            if not self._other_model(unquote(path.removeprefix("/v1/models/"))):
+                self._send(200, self.server.model())
+        elif path in PATHS:
+            self._refuse(405, f"{path} takes POST")
         else:
-            self._refuse(
-                404,
-                f"{self.path} is not here: GET /v1/models or /health, POST /v1/completions or /v1/chat/completions",
-            )
+            self._refuse(404, f"{path} is not here: {HERE}")
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "0")
@@ -89,17 +102,27 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(411, "give a Content-Length")
             return
         data = self.rfile.read(int(length))
-        if self.path not in ("/v1/completions", "/v1/chat/completions"):
-            self._refuse(404, f"{self.path} is not here: POST /v1/completions or /v1/chat/completions")
+        path = self.path.partition("?")[0]
+        if path not in PATHS:
+            self._refuse(404, f"{path} is not here: {HERE}")
             return
         with self.server.answering():
-            self._complete(data, chat=self.path.startswith("/v1/chat"))
+            self._complete(data, chat=path.startswith("/v1/chat"))
 
     def _complete(self, data: bytes, chat: bool) -> None:
         engine = self.server.engine
+        self.asked = None, chat
         try:
             body = json.loads(data)
-            job = engine.submit(**asked(body, chat, self.server.most, engine.target.tokenizer))
+        except (ValueError, RecursionError) as error:
+            self._refuse(400, f"the body is no JSON: {error}")
+            return
+        self.asked = body, chat
+        try:
+            wanted = asked(body, chat, self.server.most, engine.target.tokenizer)
+            if self._other_model(body.get("model")):
+                return
+            job = engine.submit(**wanted)
         except Stopped as error:
             self._refuse(503, str(error))
             return
@@ -127,6 +150,15 @@ class Handler(BaseHTTPRequestHandler):
                 ends.append(said)
         ends.sort(key=lambda said: said.choice)
         self._send(200, answer.made(*map(answer.whole, ends)) | {"usage": answer.usage(ends)})
+
+    def _other_model(self, name: str | None) -> bool:
+        """Whether a model is asked for that is not here; then that is the answer."""
+        if name in (None, self.server.name):
+            return False
+        self._refuse(
+            404, f"model is {name!r}, and {self.server.name!r} is here: give that, or leave model out"
+        )
+        return True
 
     def _failed(self, said: Any) -> bool:
         """Whether an error was said; then it is the answer."""
@@ -180,15 +212,13 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            self.wfile.write(data)
+            self.wfile.write(data if self.command != "HEAD" else b"")
             self.wfile.flush()
         except OSError:  # the client is gone
             self.close_connection = True
 
     def _refuse(self, status: int, message: str) -> None:
-        kind = {400: "invalid_request_error", 404: "not_found_error"}.get(status, "server_error")
-        message = re.sub(r"^request \d+: ", "", message).replace("prompt 0", "the prompt")
-        self._send(status, {"error": {"message": message, "type": kind, "code": status}})
+        self._send(status, refusal(status, message, *self.asked))
 
 
 def is_chunk(said: Any) -> bool:
@@ -242,10 +272,8 @@ class Server(ThreadingHTTPServer):
 def draft_of(s: Settings, target: Any) -> Any:
     """The draft of the settings; raises SystemExit if it is none."""
     try:
-        return (
-            UNTRAINED[s.draft]() if s.draft in UNTRAINED else as_draft(s.draft, "it", target.device, target)
-        )
-    except TypeError as error:
+        return named_draft(s.draft, target, dtype=s.precision)
+    except (TypeError, ValueError, OSError, SystemExit) as error:
         raise SystemExit(f"--draft {s.draft}: {error}") from None
 
 
@@ -257,15 +285,18 @@ def served(s: Settings) -> Server:
     """
     torch.set_num_threads(s.threads)
     quiet()
+    s.check_device()
     with short_errors():
         if s.prefix_cache < 0:
             raise ValueError(f"--prefix-cache is {s.prefix_cache}: give MiB, or 0 for none")
-        base = sd.decoder(s.target, prefix_cache=s.prefix_cache * 2**20 or None)
-        target: Any = base.build().target
+        target: Any = sd.decoder(load(s.target, s.precision, s.place)).build().target
         if target.tokenizer is None:
             raise SystemExit(f"--target {s.target}: it has no tokenizer: save one into its folder")
+        if s.prefix_cache:
+            target = type(target)(target.model, target.tokenizer, prefix_cache=s.prefix_cache * 2**20)
+        base = sd.decoder(target)
         if not s.plain:
-            base = sd.decoder(target).draft(draft_of(s, target), length=s.k)
+            base = base.draft(draft_of(s, target), length=s.k)
         engine = Engine(base.build(), s.limit, s.capacity or None)
     try:
         return Server(engine, s.host, s.port, s.target, s.max_tokens)

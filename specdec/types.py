@@ -258,11 +258,13 @@ class Fed(_Shown):
 class Scores(_Shown):
     """The output of ``score``: ``logits[b, 0]`` after the last committed token, ``logits[b, 1 + n]`` after node ``n``.
 
-    When ``score`` was asked to start at node ``n``, row 0 is node ``n``. Entries of nodes that do not exist are zero.
+    When ``score`` was asked to start at node ``n``, row 0 is node ``n``. Entries of nodes that do not exist are zero. ``found``: of each row, how many tokens of
+    its text the model's ``prefixes`` had when this call began to read it; nothing without such memory.
     """
 
     logits: Tensor
     fed: Fed | None = None
+    found: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from http.client import HTTPConnection
 
 import pytest
+import torch
 from recipe_runs import imported
 
 import specdec as sd
@@ -174,15 +175,25 @@ WRONG = [
     ({"max_tokens": 3}, "prompt is missing"),
     ({"prompt": [PROMPT, PROMPT]}, "prompt holds 2 prompts: send a request for each"),
     ({"prompt": [{"role": "user", "content": "x"}]}, "prompt is a chat"),
-    ({"prompt": ""}, "the prompt is empty"),
+    ({"prompt": ""}, "prompt is empty: give at least one token"),
+    ({"prompt": []}, "prompt is empty: give at least one token"),
+    ({"prompt": [[]]}, "the prompt is empty"),
+    ({"prompt": PROMPT, "messages": []}, "messages is of the other endpoint"),
+    ({"prompt": PROMPT, "temperature": -1}, "temperature is -1: give 0 (greedy)"),
+    ({"prompt": PROMPT, "temperature": "hot"}, 'temperature is "hot": give a number'),
+    ({"prompt": PROMPT, "logit_bias": {"50": 10}}, 'logit_bias is {"50": 10}: only {} is supported'),
+    ({"prompt": PROMPT, "stop": ["a", ""]}, "stop contains an empty string"),
+    ({"prompt": PROMPT, "stream_options": {"include_usage": 1}}, "stream_options is "),
+    ({"prompt": PROMPT, "stream_options": {"usage": True}}, "stream_options is "),
     ({"prompt": [True]}, "prompt has true or false"),
     ({"prompt": PROMPT, "top_p": 2}, "top_p is 2"),
     ({"prompt": PROMPT, "top_k": False}, "top_k is false: give a whole number"),
     ({"prompt": PROMPT, "ignore_eos": "no"}, 'ignore_eos is "no": give true or false'),
     ({"prompt": PROMPT, "stop": 5}, "stop is 5: give a text or a list"),
     ({"prompt": PROMPT, "stop": [5]}, "stop is [5]: give a text"),
-    ({"prompt": PROMPT, "max_tokens": 0}, "max_new_tokens"),
-    ({"prompt": PROMPT, "max_tokens": 10**6}, "positions"),
+    ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens is 0: give at least 1"),
+    ({"prompt": PROMPT, "max_completion_tokens": -1}, "max_completion_tokens is -1: give at least 1"),
+    ({"prompt": PROMPT, "max_tokens": 10**6}, "the prompt has 3 tokens and max_tokens is 1000000: "),
     ({"prompt": PROMPT, "seed": -1}, "seed"),
     ({"prompt": PROMPT, "response_format": {"type": "xml"}}, "response_format is"),
     (
@@ -192,6 +203,14 @@ WRONG = [
     ({"prompt": PROMPT, "structured_outputs": {"choice": ["a"]}}, "have choice: give one of"),
     ({"prompt": PROMPT, "structured_outputs": {"regex": 5}}, "regex is 5: give a text"),
     ({"prompt": PROMPT, "structured_outputs": {"regex": "5", "json": {}}}, "have json, regex: give one of"),
+    ({"prompt": PROMPT, "structured_outputs": {"regex": "("}}, "structured_outputs.regex: regex('(')"),
+    (
+        {
+            "prompt": PROMPT,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}},
+        },
+        "response_format.json_schema.schema: json_schema(",
+    ),
     ([1], "the body is no JSON object"),
 ]
 
@@ -201,8 +220,11 @@ def test_what_is_wrong_is_refused_by_name(server, body, message):
     for stream in (False, True):
         data = {**body, "stream": stream} if isinstance(body, dict) else body
         status, _, text = ask(server, "/v1/completions", data)
-        assert status == 400
-        assert message in json.loads(text)["error"]["message"]
+        error = json.loads(text)["error"]
+        assert (status, error["type"], error["code"]) == (400, "invalid_request_error", 400)
+        assert message in error["message"]
+        if isinstance(body, dict):
+            assert error["param"] in {*body, "prompt"}
 
 
 def test_what_says_nothing_is_taken(server, endpoint):
@@ -227,12 +249,70 @@ def test_other_answers(server):
     assert ask(server, "/health")[0] == 200
     model = json.loads(ask(server, "/v1/models")[2])["data"][0]
     assert (model["id"], model["max_model_len"]) == ("pocket-target", 2048)
+    assert json.loads(ask(server, "/v1/models/pocket-target?x=1")[2]) == model
     assert ask(server, "/v2")[0] == 404
     assert ask(server, "/v2", {})[0] == 404
-    assert ask(server, "/v1/completions", raw="{")[0] == 400
+    assert ask(server, "/v1/completions")[0] == 405
     status, _, text = ask(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
     assert status == 400
     assert "chat template" in json.loads(text)["error"]["message"]
+
+
+def test_a_model_that_is_not_here_is_refused(server):
+    message = "model is 'other', and 'pocket-target' is here: give that, or leave model out"
+    wanted = {"message": message, "type": "not_found_error", "param": "model", "code": 404}
+    for path, body in (("/v1/completions", {"prompt": PROMPT, "model": "other"}), ("/v1/models/other", None)):
+        status, _, text = ask(server, path, body)
+        assert (status, json.loads(text)["error"]) == (404, wanted)
+    assert complete(server, model="pocket-target")["id"].startswith("cmpl-")
+
+
+@pytest.mark.parametrize("raw", ["", "{", b"\xff{", "[" * 10**5, '{"seed": ' + "9" * 5000 + "}"])
+def test_what_is_no_json_is_refused(server, raw):
+    status, _, text = ask(server, "/v1/completions", raw=raw)
+    error = json.loads(text)["error"]
+    assert (status, error["param"]) == (400, None)
+    assert error["message"].startswith("the body is no JSON: ")
+
+
+def test_other_methods_are_refused_in_json(server):
+    for method in ("PUT", "DELETE", "OPTIONS", "HEAD"):
+        connection = HTTPConnection(*server.server_address, timeout=60)
+        connection.request(method, "/v1/completions", "{}")
+        answer = connection.getresponse()
+        text = answer.read()
+        assert (answer.status, answer.headers["Content-Type"]) == (405, "application/json")
+        assert not text if method == "HEAD" else json.loads(text)["error"]["code"] == 405
+        connection.close()
+
+
+def test_what_the_prefix_cache_had_is_in_the_usage(endpoint):
+    """By prompt: one that was read before, one of which two blocks of 64 tokens are new, and each also beside another request."""
+    long = "".join(f"value_{n} = {n}\n" for n in range(40))
+    with running(endpoint.served(endpoint.Settings(port=0, prefix_cache=16, plain=True))) as made:
+        ids = made.engine.target.tokenizer(long)["input_ids"]
+        assert len(ids) > 200
+
+        def cached(prompt, **more):
+            usage = complete(made, prompt=prompt, max_tokens=2, **more)["usage"]
+            assert usage["prompt_tokens"] == len(prompt)
+            return usage["prompt_tokens_details"]["cached_tokens"]
+
+        assert cached(ids[:150], n=3) == 0  # the others copy what the first one read
+        assert cached(ids[:150]) == cached(ids[:150], n=3) == 128
+        assert cached(ids[:200]) == 128
+        assert cached(ids[:193]) == 192
+        assert cached(ids[:192]) == 128  # the last token is always read
+        assert cached(ids[1:150]) == 0
+        body = {"prompt": ids[:150], "stream": True, "n": 2, "stream_options": {"include_usage": True}}
+        last = events(ask(made, "/v1/completions", body)[2])[-1]["usage"]
+        assert last["prompt_tokens_details"] == {"cached_tokens": 128}
+
+
+def test_without_a_prefix_cache_nothing_is_cached(server):
+    for _ in range(2):
+        said = complete(server, prompt=[5] * 200, max_tokens=1)
+    assert said["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
 def test_a_connection_goes_on_after_an_error(server):
@@ -270,8 +350,25 @@ def test_chats_are_answered(endpoint):
         ]
         assert "".join(delta.get("content", "") for delta in deltas) == wanted
         assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
-        body["messages"] = [{"role": "user", "content": [{"type": "image_url"}]}]
-        assert "no text" in ask(made, "/v1/chat/completions", body)[2]
+        assert said["id"].startswith("chatcmpl-")
+        for messages, says in (
+            ([{"role": "user", "content": [{"type": "image_url"}]}], "messages has content that is no text"),
+            ([{"role": "user", "content": [{"type": "text"}]}], "messages has content that is no text"),
+            ([{"role": "user", "content": []}], "messages has content that is no text"),
+            ([{"role": "user", "content": 5}], "messages has the content 5: give a text"),
+            ([{"role": "user"}], "messages has the content None: give a text"),
+            ([{"content": "x"}], "messages has the role None: give a text"),
+            (["x"], "messages has 'x': give objects"),
+            ([], "messages is empty"),
+            ("x", 'messages is "x": give a list'),
+        ):
+            status, _, text = ask(made, "/v1/chat/completions", {"messages": messages})
+            error = json.loads(text)["error"]
+            assert (status, error["param"]) == (400, "messages")
+            assert says in error["message"]
+        called = {"role": "assistant", "content": None, "tool_calls": [{}]}
+        body = {"messages": [called, {"role": "user", "content": "x"}], "max_tokens": 1}
+        assert ask(made, "/v1/chat/completions", body)[0] == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -333,7 +430,31 @@ def test_an_end_ends_what_runs(endpoint):
         assert ask(made, "/v1/completions", body)[0] == 503
 
 
+def test_models_go_where_they_are_told_to(endpoint, monkeypatch):
+    made = endpoint.Settings(port=0, draft="windowed:pocket-tiny", dtype="bfloat16", device="cpu")
+    with running(endpoint.served(made)) as server:
+        decoder = server.engine.decoder
+        assert {decoder.target.dtype, decoder.draft.model.dtype} == {torch.bfloat16}
+        assert (str(decoder.target.device), decoder.draft.model.window) == ("cpu", 64)
+        assert complete(server)["usage"]["completion_tokens"] == 12
+    moved = []
+
+    def load(*given):
+        moved.append(given)
+        raise ValueError("loaded")
+
+    monkeypatch.setattr(endpoint, "load", load)
+    for options in ({}, {"device": "cpu", "dtype": "float32"}):
+        with pytest.raises(SystemExit, match="loaded"):
+            endpoint.served(endpoint.Settings(port=0, target="mine", **options))
+    assert moved == [("mine", None, None), ("mine", torch.float32, "cpu")]
+    with pytest.raises(SystemExit, match="--device gpu: give cpu"):
+        endpoint.served(endpoint.Settings(port=0, device="gpu"))
+
+
 def test_wrong_settings_are_refused(endpoint, server):
+    with pytest.raises(SystemExit, match="--draft eagle3: no draft 'eagle3'"):
+        endpoint.served(endpoint.Settings(port=0, draft="eagle3"))
     with pytest.raises(SystemExit, match="limit is 0"):
         endpoint.served(endpoint.Settings(port=0, limit=0))
     with pytest.raises(SystemExit, match=r"--port \d+: .*: give others"):

@@ -50,6 +50,25 @@ def test_a_second_prompt_is_fed_where_it_differs(monkeypatch, family, graphs, pa
     assert (model.prefixes.found, model.prefixes.asked) == (40 + 8 + 32 + 40 + 24 + 32, 55 + 2 * 111)
 
 
+@pytest.mark.parametrize("taps", [(), (0, 2)])
+def test_scores_and_requests_say_what_was_found(taps):
+    model, plain = (sd.HFModel(tiny("llama"), prefix_cache=limit) for limit in (GIB, None))
+    assert asked(plain, [SYSTEM], taps).found == ()
+    assert asked(model, [SYSTEM] * 2, taps).found == (0, 0)  # the second row copies the first one's
+    prompts = [[*SYSTEM, 5], [*SYSTEM, 5], SYSTEM, [4] * 20]
+    assert asked(model, prompts, taps).found == (40, 40, 32, 0)
+    requests = [sd.Request(prompt, 2) for prompt in (*prompts, [4] * 30)]
+    served = sd.decoder(model).build().serve(requests, limit=2, clock="rounds")
+    assert [one.cached for one in sorted(served, key=lambda one: one.index)] == [40, 40, 32, 16, 16]
+    with torch.no_grad():
+        next(model.model.parameters()).mul_(1.5)
+    assert asked(model, prompts, taps).found == (0, 0, 0, 0)
+    cache = model.cache(1, 80)
+    with torch.no_grad():
+        next(model.model.parameters()).mul_(1.5)
+    assert model.score(cache, sd.Context.of([prompts[0]], 80), taps=taps).found == (0,)
+
+
 def test_what_follows_continues_the_copied_beginning():
     """A conversation of four turns, each asked with all that came before, under a draft with a cache of its own."""
     model, plain = (sd.HFModel(tiny("llama"), prefix_cache=limit) for limit in (GIB, None))

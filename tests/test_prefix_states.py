@@ -69,6 +69,20 @@ def test_what_is_read(monkeypatch):
     assert counts == [20, 20]  # once by each model
 
 
+def test_scores_and_requests_say_what_was_found():
+    model, plain = (OwnCache(stateful("lfm2"), prefix_cache=limit) for limit in (GIB, None))
+
+    def found(model, *prompts):
+        return model.score(model.cache(len(prompts), 80), sd.Context.of([*prompts], 80)).found
+
+    assert found(plain, SYSTEM) == ()
+    assert found(model, SYSTEM, SYSTEM) == (0, 0)
+    assert found(model, [*SYSTEM, 1], [*SYSTEM, 1], [4] * 20) == (40, 40, 0)
+    requests = [sd.Request(prompt, 2) for prompt in ([*SYSTEM, 1, 2], [4] * 30, [9, 8])]
+    served = sd.decoder(model).build().serve(requests, limit=3, clock="rounds")
+    assert {one.index: one.cached for one in served} == {0: 41, 1: 20, 2: 0}
+
+
 def test_a_conversation_under_a_draft():
     """Four turns, each with all that came before, of a hybrid target with a hybrid draft, under a pool, and in a stream."""
     user, small = stateful("lfm2"), stateful("qwen3_next")

@@ -29,7 +29,8 @@ class Kept(Generic[K, S]):
     Args:
         limit: bytes, on the devices of the model's memory. weights: returns those of the model: parameters, and buffers that no forward writes.
     Attributes:
-        asked: tokens of prompts that were to be read so far. found: how many of them were copied. bytes: of what is kept.
+        asked: tokens of prompts that were to be read so far. found: how many of them were copied. bytes: of what is kept. stale: whether weights had
+            changed at the last call, so that nothing was copied.
     """
 
     def __init__(self, limit: int, weights: Callable[[], Iterable[Tensor]]):
@@ -38,6 +39,7 @@ class Kept(Generic[K, S]):
         self._held: OrderedDict[K, S] = OrderedDict()  # the one that was used last is the last
         self._lock = Lock()
         self._weights: Signs | None = None
+        self.stale = False
 
     def __reduce__(self) -> Any:  # a copy begins empty
         return type(self), (self.limit, self._of_model)
@@ -58,13 +60,14 @@ class Kept(Generic[K, S]):
             if not _same(now, self._weights):
                 self._clear()
                 self._weights = now
+            self.stale = False
 
     def _changed(self) -> bool:
         """Whether weights have changed since they were looked at; then everything is dropped, as a model may still use copies of the old ones."""
-        changed = not _same(self._signs(), self._weights)
-        if changed:
+        self.stale = not _same(self._signs(), self._weights)
+        if self.stale:
             self._clear()
-        return changed
+        return self.stale
 
     def _clear(self) -> None:
         self._held.clear()

@@ -52,11 +52,13 @@ class Block(NamedTuple):
 
 
 class Lent(NamedTuple):
-    """What rows that read their texts from the beginning need not feed: the blocks that each was lent, and the activations of what was ``read`` for several rows at once."""
+    """What rows that read their texts from the beginning need not feed: the blocks that each was lent, and the activations of what was ``read`` for several rows at
+    once. ``found``: of each row, the tokens of earlier prompts that it begins with."""
 
     prefixes: PrefixCache | None
     blocks: Mapping[int, Sequence[Block]]
     read: Fed | None = None
+    found: tuple[int, ...] = ()
 
     def keep(self, cache: Any, fed: Fed | None = None) -> Fed | None:
         """Keep what the rows hold now; returns the activations ``fed`` of the call's tokens, and before them, row by row, those that were not fed."""
@@ -95,6 +97,14 @@ class PrefixCache(Kept[Key, Block]):
     def __init__(self, limit: int, weights: Callable[[], Iterable[Tensor]]):
         super().__init__(limit, weights)
         self._numbers = count(1)
+
+    def known(self, context: Context, rows: Sequence[int], taps: Sequence[int]) -> list[int]:
+        """Of each row, how many tokens of its text are kept; 0 for those that are not in ``rows``. Weights are not looked at."""
+        words, length, found = context.tokens.numpy(), context.length.tolist(), [0] * context.batch
+        with self._lock:
+            for b in rows:
+                found[b] = SIZE * len(self._find(words[b, : length[b] - 1], taps))
+        return found
 
     def lend(self, cache: Cache, context: Context, rows: Sequence[int], taps: Sequence[int]) -> Lent:
         """Copy to each of ``rows`` the blocks that its text begins with and that it does not hold, but never its last committed token.

@@ -43,8 +43,8 @@ PRECISIONS: dict[str, torch.dtype | None] = {
 
 
 @dataclass(frozen=True)
-class Placed(Recipe):
-    """The base of the settings of recipes for models of the user's own."""
+class Placement:
+    """The settings of where models go, and of their precision."""
 
     device: str = option(
         "",
@@ -54,13 +54,8 @@ class Placed(Recipe):
         "auto", "of weights (default: auto, as they are stored; float32 for pocket models)"
     )
 
-    def begin(self) -> None:
-        """As ``Recipe.begin``.
-
-        Raises:
-            SystemExit: there is no such device.
-        """
-        super().begin()
+    def check_device(self) -> None:
+        """Raise SystemExit if there is no such device."""
         try:
             kind = torch.device(self.device or "cpu").type
         except RuntimeError:
@@ -79,6 +74,20 @@ class Placed(Recipe):
     def precision(self) -> torch.dtype | None:
         """The dtype of ``loading.load``; ``None``: as stored."""
         return PRECISIONS[self.dtype]
+
+
+@dataclass(frozen=True)
+class Placed(Placement, Recipe):
+    """The base of the settings of recipes for models of the user's own."""
+
+    def begin(self) -> None:
+        """As ``Recipe.begin``.
+
+        Raises:
+            SystemExit: there is no such device.
+        """
+        super().begin()
+        self.check_device()
 
 
 @dataclass(frozen=True)

@@ -298,7 +298,8 @@ class HFModel(Wrapper):
             copy = self.steps is not None or not torch.is_inference_mode_enabled()
             logits = packed.spread(made, context.batch, width, -1 if start is None else start, copy)
             packed.remember(cache, context)
-        return Scores(logits, prompts.keep(cache, Fed(layers, *packed.owners()) if taps else None))
+        fed = prompts.keep(cache, Fed(layers, *packed.owners()) if taps else None)
+        return Scores(logits, fed, prompts.found)
 
     def _plan(
         self,

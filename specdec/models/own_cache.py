@@ -137,7 +137,7 @@ class OwnCache(Wrapper):
             state = read.get(text)
             if state is None:
                 states, cache.rows[b] = cache.rows[b], (State(),)
-                state = self._longest(self._begun(states, text), text, len(text))
+                state = self._longest(self._begun(states, text)[0], text, len(text))
                 if len(state.tokens) < len(text):
                     state = self._read(state, text, 0)[0]
                 if self.prefixes is not None and not states[-1].tokens:
@@ -175,6 +175,8 @@ class OwnCache(Wrapper):
             context.batch, max(width, 0), self.vocab_size, dtype=self.dtype, device=self.device
         )
         read: dict[tuple[int, ...], State] = {}  # prompts of this call
+        known: dict[tuple[int, ...], int] = {}  # tokens of them that were kept
+        found = [0] * context.batch
         with tapped(self.clone, caught, self._of_one_row):
             for b in asked:
                 text, chain = context.row(b), nodes[b][: sizes[b]] if nodes else []
@@ -197,7 +199,11 @@ class OwnCache(Wrapper):
                     prompt = not (taps or chain or states[-1].tokens)
                     if prompt:
                         twin = read.get(whole)
-                        states = self._begun(states, whole) if twin is None else (twin.copy(),)
+                        if twin is None:
+                            states, known[whole] = self._begun(states, whole)
+                        else:
+                            states = (twin.copy(),)
+                        found[b] = known[whole]
                     # The logits after the last token to be read may be known; its activations are not.
                     begin = self._longest(states, (*text, *chain), len(text) + first - bool(taps))
                     cache.rows[b], made = self._score(states, begin, text, chain, first)
@@ -209,22 +215,23 @@ class OwnCache(Wrapper):
                     at = torch.arange(len(begin.tokens), len(text) + len(chain))
                     fed.append(torch.stack([torch.full_like(at, b), at, (at - len(text)).clamp(min=-1)]))
         if not taps:
-            return Scores(logits)
+            return Scores(logits, found=() if self.prefixes is None else tuple(found))
         empty = logits.new_zeros(0, self.clone.config.get_text_config().hidden_size)
         layers = {tap: torch.cat(parts or [empty]) for tap, parts in caught.items()}
         return Scores(logits, Fed(layers, *torch.cat(fed, 1)))
 
     @torch.inference_mode()
-    def _begun(self, states: tuple[State, ...], text: tuple[int, ...]) -> tuple[State, ...]:
-        """The states from which a row reads ``text``. An empty row gets a copy of what earlier prompts left. If the text parts from a kept one further on, it is read to
-        there, and that state is kept."""
+    def _begun(self, states: tuple[State, ...], text: tuple[int, ...]) -> tuple[tuple[State, ...], int]:
+        """The states from which a row reads ``text``, and how many of its tokens were kept. An empty row gets a copy of what earlier prompts left. If the text parts
+        from a kept one further on, it is read to there, and that state is kept."""
         if self.prefixes is None or states[-1].tokens:
-            return states
+            return states, 0
         state, end = self.prefixes.find(text)
+        kept = len(state.tokens)
         if end < len(text):  # where another text parts from this one, a state is kept
             state = self._read(state, text[:end], 0)[0]
             self.prefixes.keep(state)
-        return (state,)
+        return (state,), kept
 
     def _of_one_row(self, hidden: Tensor) -> Tensor:
         """``[T, E]`` of a block's ``hidden [1, T, E]``."""

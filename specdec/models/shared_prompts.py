@@ -39,7 +39,9 @@ def reading(
     if not own or type(cache) not in (SlotCache, PagedCache) or context.batch != cache.batch:
         yield NOTHING
         return
-    empty, length, read = _empty(cache, rows), context.length.tolist(), None
+    empty, length, read, found = _empty(cache, rows), context.length.tolist(), None, list[int]()
+    if model.prefixes is not None:
+        found = model.prefixes.known(context, empty, taps)  # before rows of this call are kept
     try:
         if taps and score is not None:
             read = share_read(cache, context, rows, partial(score, cache, context, taps=taps))
@@ -52,7 +54,8 @@ def reading(
             )  # the call that read them keeps their blocks
             unread = [b for b in empty if b not in done and length[b] <= cache.capacity]
             lent = model.prefixes.lend(cache, context, unread, taps) if unread else NOTHING
-        yield lent._replace(read=read)
+            found = [0] * len(found) if model.prefixes.stale else found
+        yield lent._replace(read=read, found=tuple(found))
     except BaseException:
         for b in empty:
             cache.forget(b)

@@ -6,6 +6,7 @@ Bodies may have vLLM's fields, too. What is not supported is refused by name.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 import uuid
@@ -43,9 +44,10 @@ WORDS = {
 NEUTRAL = {
     **dict.fromkeys(("best_of", "repetition_penalty", "length_penalty"), 1),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens", "priority"), 0),
-    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output"), False),
+    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "store"), False),
     **dict.fromkeys(("skip_special_tokens", "add_special_tokens", "spaces_between_special_tokens"), True),
     **{"logit_bias": {}, "tools": [], "stop_token_ids": [], "tool_choice": "none", "suffix": ""},
+    **{"parallel_tool_calls": True, "service_tier": "auto"},
 }
 """What else clients send, with the value that does nothing, which alone is taken."""
 CHOICES, TOP = 128, 20
@@ -83,21 +85,26 @@ def grammar_of(body: Mapping[str, Any], tokenizer: Any) -> Any:
             f"structured_outputs and response_format have {', '.join(sorted(wanted))}: give one of json, regex and grammar"
         )
     for name, text in wanted.items():
-        if not isinstance(text, str) and (name in ("regex", "grammar") or not isinstance(text, dict)):
-            raise ValueError(
-                f"{name} is {text!r}: give a text{'' if name in ('regex', 'grammar') else ' or an object'}"
-            )
-        with _compiling:
-            kind = "json" if "schema" in name else name
-            return _grammar(kind, text if isinstance(text, str) else json.dumps(text), tokenizer)
+        kind, where = ("json", name) if "schema" in name else (name, f"structured_outputs.{name}")
+        if not isinstance(text, str if kind in ("regex", "grammar") else (str, dict)):
+            raise ValueError(f"{where} is {text!r}: give a text{' or an object' * (kind == 'json')}")
+        try:
+            with _compiling:
+                return _grammar(kind, text if isinstance(text, str) else json.dumps(text), tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
     return None
 
 
 def prompt_of(body: Mapping[str, Any], chat: bool) -> Any:
     """The prompt of a completion, or the messages of a chat, with the texts of their parts joined; raises ValueError for others."""
-    name = "messages" if chat else "prompt"
+    name, other = ("messages", "prompt") if chat else ("prompt", "messages")
     if name not in body:
-        raise ValueError(f"{name} is missing")
+        raise ValueError(f"{name} is missing: a {'chat' if chat else 'completion'} needs it")
+    if other in body:
+        raise ValueError(f"{other} is of the other endpoint: leave it out, or POST it there")
+    if not body[name]:
+        raise ValueError(f"{name} is empty: give at least one {'message' if chat else 'token'}")
     if not chat:
         if any(isinstance(one, dict) for one in body[name]):
             raise ValueError("prompt is a chat: POST it to /v1/chat/completions as messages")
@@ -108,11 +115,18 @@ def prompt_of(body: Mapping[str, Any], chat: bool) -> Any:
     for message in body[name]:
         if not isinstance(message, dict):
             raise ValueError(f"messages has {message!r}: give objects with role and content")
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"messages has the role {message.get('role')!r}: give a text, such as user")
         parts = message.get("content")
         if isinstance(parts, list):
-            if any(not isinstance(part, dict) or part.get("type") != "text" for part in parts):
+            texts = [
+                part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"
+            ]
+            if not parts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
                 raise ValueError("messages has content that is no text: give parts of the type text")
-            message = {**message, "content": "".join(part["text"] for part in parts)}
+            message = {**message, "content": "".join(texts)}
+        elif not isinstance(parts, str) and not (parts is None and message.get("tool_calls")):
+            raise ValueError(f"messages has the content {parts!r}: give a text, or parts of the type text")
         made.append(message)
     return made
 
@@ -149,8 +163,9 @@ def asked(body: Any, chat: bool, most: int, tokenizer: Any) -> dict[str, Any]:
     body = {name: value for name, value in body.items() if value is not None}
     for name, value in body.items():
         if name in TAKEN and type(value) not in TAKEN[name]:
+            kinds = [kind for kind in TAKEN[name] if kind is not int or float not in TAKEN[name]]
             raise ValueError(
-                f"{name} is {json.dumps(value)}: give {' or '.join(WORDS[kind] for kind in TAKEN[name])}"
+                f"{name} is {json.dumps(value)}: give {' or '.join(WORDS[kind] for kind in kinds)}"
             )
         if name not in TAKEN and name not in NEUTRAL:
             raise ValueError(f"{name} is not supported: leave it out")
@@ -158,6 +173,13 @@ def asked(body: Any, chat: bool, most: int, tokenizer: Any) -> dict[str, Any]:
             value != NEUTRAL[name] or isinstance(value, bool) != isinstance(NEUTRAL[name], bool)
         ):
             raise ValueError(f"{name} is {json.dumps(value)}: only {json.dumps(NEUTRAL[name])} is supported")
+    options = {name: value for name, value in body.get("stream_options", {}).items() if value is not None}
+    if "stream_options" in body and not body.get("stream"):
+        raise ValueError("stream_options is given without stream: give it with stream: true")
+    if options.keys() - {"include_usage"} or not isinstance(options.get("include_usage", False), bool):
+        raise ValueError(
+            f"stream_options is {json.dumps(options)}: give include_usage, true or false, and no others"
+        )
     settings = {name: body[name] for name in SAMPLING if name in body}
     if settings.get("top_k", 1) in (0, -1):  # vLLM's words for all
         del settings["top_k"]
@@ -179,6 +201,24 @@ def asked(body: Any, chat: bool, most: int, tokenizer: Any) -> dict[str, Any]:
     return made
 
 
+def refusal(status: int, message: str, body: Any = None, chat: bool = False) -> dict[str, Any]:
+    """OpenAI's error object: the library's ``message`` in the words of the request's ``body``, and the field that it is about, if it begins with one."""
+    given = body if isinstance(body, dict) else {}
+    longest = "max_completion_tokens" if given.get("max_completion_tokens") is not None else "max_tokens"
+    for ours, theirs in (
+        (r"^request \d+: ", ""),
+        (r"\bprompt 0\b|^its prompt\b", "the prompt"),
+        (r"\bmax_new_tokens\b", longest),
+        (r"\bstop_strings\b", "stop"),
+    ):
+        message = re.sub(ours, theirs, message)
+    found = re.match(r"(?:the |its )?(\w+)", message)
+    param = found[1] if found and (found[1] in TAKEN or found[1] in given) else None
+    param = "messages" if chat and param == "prompt" else param
+    kind = {404: "not_found_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
 @dataclass(frozen=True)
 class Answer:
     """What is sent of a job, in OpenAI's words.
@@ -192,13 +232,13 @@ class Answer:
     job: Job
     prompt: Any
     names: TokenNames
-    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def made(self, *choices: Mapping[str, Any], part: bool = False) -> dict[str, Any]:
         kind = f"chat.completion{'.chunk' if part else ''}" if self.chat else "text_completion"
         return {
-            "id": self.id,
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.id}",
             "object": kind,
             "created": self.created,
             "model": self.model,
@@ -245,7 +285,7 @@ class Answer:
         return added(self.names.tokenizer, [], self.job.prompt_ids)
 
     def usage(self, ends: Sequence[Said]) -> dict[str, Any]:
-        """Counts of tokens, of all choices. Drafted ones that were accepted or rejected are not among ``completion_tokens``: a stop may drop accepted ones."""
+        """Counts of tokens, of all choices, and of the prompt once, which the first of them read. Drafted ones that were accepted or rejected are not among ``completion_tokens``: a stop may drop accepted ones."""
         prompt, new = len(self.job.prompt_ids), sum(len(said.what.ids) for said in ends)
         accepted = sum(said.what.stats.accepted for said in ends)
         drafted = sum(said.what.stats.drafted for said in ends)
@@ -253,6 +293,7 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": next(said.what.cached for said in ends if not said.choice)},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted,
             },

@@ -73,7 +73,8 @@ class Finished:
 
     Attributes:
         index: number of the request in the stream. ids: generated ids, with the token that ended it (after an error of its own sampling, those before). text: ``None`` without a tokenizer.
-        finish: ``"length"``, ``"eos"``, ``"stop_string"``, ``"cancelled"``, or ``"error"``. error: what was wrong with it (``serve(errors="yield")``). prompt_ids: its prompt's, none if it never started. stats: counts (no seconds: the rows of a batch share them).
+        finish: ``"length"``, ``"eos"``, ``"stop_string"``, ``"cancelled"``, or ``"error"``. error: what was wrong with it (``serve(errors="yield")``). prompt_ids: its prompt's, none if it never started.
+        cached: how many of these the target's prefix cache had. stats: counts (no seconds: the rows of a batch share them).
         arrived: when it was due. started: when its prefill began. first_token: when its prefill ended. finished: when its
             last token was committed.
     """
@@ -90,6 +91,7 @@ class Finished:
     finished: float
     error: Exception | None = None
     prompt_ids: list[int] = field(default_factory=list, repr=False)
+    cached: int = 0
 
     @property
     def queueing(self) -> float:

@@ -342,6 +342,8 @@ class Server:
                 record.committed[b], record.truncated[b] = len(new[b]), True
             if new[b]:
                 one.stats._add(record, b)
+            if round.number == 0 and round.scores.found:
+                one.cached = round.scores.found[b]
         if self.settings.on_round is not None:
             with torch.inference_mode(False):
                 self.settings.on_round(round)
@@ -377,6 +379,7 @@ class Server:
                 finished=time,
                 error=one.error,
                 prompt_ids=one.prompt,
+                cached=one.cached,
             )
         self.scheduler.clock = perf_counter()  # the consumer's time belongs to no round
 

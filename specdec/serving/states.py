@@ -46,7 +46,8 @@ class Open:
 
     Attributes:
         growing: the text that its chunks have shown, where there are chunks and a tokenizer. lenient: an error of its ``on_chunk`` or ``cancelled``
-            ends this request alone, and is its ``error``. failed: so does the first failure of its sampling in the committed text.
+            ends this request alone, and is its ``error``. failed: so does the first failure of its sampling in the committed text. cached: tokens of its
+            prompt that the target's prefix cache had.
     """
 
     due: Due
@@ -57,6 +58,7 @@ class Open:
     ids: list[int] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     first_token: float = 0.0
+    cached: int = 0
     error: Exception | None = None
     failed: Failure | None = None
 
