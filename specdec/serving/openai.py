@@ -119,7 +119,7 @@ def prompt_of(body: Mapping[str, Any], chat: bool) -> Any:
             raise ValueError(f"messages has the role {message.get('role')!r}: give a text, such as user")
         parts = message.get("content")
         if isinstance(parts, list):
-            texts = [
+            texts: list[Any] = [
                 part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"
             ]
             if not parts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
