@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_grammars import BASE, END, GRAMMAR, PROMPTS, follows, processor
+from test_translated import Known, toy
 from tiny import tiny
 
 import specdec as sd
 from specdec.audit.certify import certify
 from specdec.drafts import recycling, stateless
 from specdec.drafts.heads import DDTree, DFlash, DynamicTree, Eagle3, Medusa, StaticTree
+from specdec.drafts.translated import text
 from specdec.grammars import Table
 from specdec.grammars.masks import given, permitted
 from specdec.types import Proposal
@@ -55,6 +59,7 @@ def test_lookups_propose_what_is_allowed(name, monkeypatch):
         out.ids
         == BASE.verifier(sd.Coupled()).sampling(grammar=GRAMMAR).build().generate(prompts, **budget).ids
     )
+    monkeypatch.setattr(recycling, "allowed_after", lambda grammar, context, b, tree, node, tokens: tokens)
     for module in (stateless, recycling):
         monkeypatch.setattr(module, "permitted", lambda grammar, context, proposal: proposal)
     with pytest.raises(AssertionError, match="\\["):  # the same draft proposes others
@@ -67,6 +72,63 @@ def test_what_is_left_out_biases_nothing(name, temperature):
     decoder = BASE.draft(LOOKUPS[name], length=2).sampling(grammar=GRAMMAR, temperature=temperature).build()
     found = certify(decoder, PROMPTS, 4, sampling=sd.Sampling(temperature, processors=(processor,)))
     assert found.total_variation < 1e-12
+
+
+def test_a_matched_text_ends_before_what_is_forbidden(monkeypatch):
+    """The draft knows a text with a letter that the grammar forbids."""
+    ours, theirs = toy("abcde", [("a", "b")]), toy("edcba")
+    known = Known(theirs, "abcde" * 20)
+    allowed = [-1 if "e" in ours.decode([i]) else 0 for i in range(len(ours))]
+    grammar = Table((tuple(allowed),), ())
+    target = sd.TableModel.random(len(ours), order=1, seed=0)
+    target.tokenizer = ours
+    base = sd.decoder(target).verifier(sd.Coupled()).sampling(grammar=grammar)
+    decoder = base.draft(sd.drafts.TextMatch(known, ours), length=5).build()
+    prompts, budget = [ours.encode("ab"), ours.encode("abcdea")], {"max_new_tokens": 12, "seed": 1}
+    out, proposed = watched(decoder, prompts, **budget)
+    assert proposed
+    assert out.ids == base.build().generate(prompts, **budget).ids
+    monkeypatch.setattr(text, "permitted", lambda grammar, context, proposal: proposal)
+    with pytest.raises(AssertionError, match="\\["):
+        watched(decoder, prompts, **budget)
+
+
+def test_recycling_takes_the_best_allowed_tokens_instead():
+    """The target's most probable follower of every token is forbidden; the second best is as good a guess then."""
+    V = 6
+    probs = torch.full((V, V), 0.02)
+    for token in range(V):
+        probs[token, 0], probs[token, 1 + token % (V - 1)] = 0.6, 0.3
+    target = sd.TableModel(probs / probs.sum(1, keepdim=True))
+    grammar = Table(((-1, *[0] * (V - 1)),), ())
+    chain = sd.drafts.Recycling(StaticTree.of_widths((1,) * 4))
+    decoder = sd.decoder(target).greedy().sampling(grammar=grammar).draft(chain, length=4).build()
+    out, _ = watched(decoder, [[0, 1], [2]], max_new_tokens=60, eos_token_id=())
+    assert out.stats.tau > 3.5
+    assert (
+        out.ids
+        == sd.decoder(target)
+        .greedy()
+        .sampling(grammar=grammar)
+        .generate([[0, 1], [2]], 60, eos_token_id=())
+        .ids
+    )
+    free = replace(chain, grammar=None)
+    rows = sd.decoder(target).greedy().sampling(grammar=[grammar, None]).draft(free, length=4).build()
+    made = rows.generate([[0, 1], [0, 1]], 60, eos_token_id=())
+    alone = sd.decoder(target).greedy().draft(free, length=4).generate([[0, 1]], 60, eos_token_id=())
+    assert (made.ids[1], made.row_stats[1]) == (alone.ids[0], alone.row_stats[0])
+
+
+def test_recycling_remembers_what_was_allowed_elsewhere():
+    """After one token, two others take turns: each is forbidden where the other one is not."""
+    target = sd.TableModel(torch.tensor([[0.1, 0.5, 0.4], [0.8, 0.1, 0.1], [0.8, 0.1, 0.1]]))
+    turns = Table(((-1, 1, -1), (2, -1, -1), (-1, -1, 3), (0, -1, -1)), ())
+    chain = sd.drafts.Recycling(StaticTree.of_widths((1,) * 4))
+    decoder = sd.decoder(target).greedy().sampling(grammar=turns).draft(chain, length=4).build()
+    out, _ = watched(decoder, [[0]], max_new_tokens=80, eos_token_id=())
+    assert out.ids[0][:8] == [1, 0, 2, 0] * 2
+    assert out.stats.tau > 4
 
 
 HEADS = {

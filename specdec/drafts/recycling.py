@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from specdec.capabilities import DraftInfo
 from specdec.drafts.heads.static_tree import StaticTree
 from specdec.drafts.stateless import under
-from specdec.grammars.masks import permitted
+from specdec.grammars.masks import allowed_after, constrained, of_request, permitted
 from specdec.kernels.device import to_device
 from specdec.kernels.topk import topk
 from specdec.protocols import LanguageModel
@@ -21,6 +22,7 @@ from specdec.rng import Rng
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Round
 
+KEPT = 4  # times as many followers of a token under a grammar, which allows others in each place
 Followers = Mapping[int, list[int]]  # token -> the tokens that are expected after it, the best first
 
 
@@ -36,7 +38,7 @@ class Recycling:
     """Proposes a tree of the tokens that the target found most probable after the same token, when it read that token last in this row.
 
     It needs no model. Every round shows the target's logits after each token that it read, accepted or rejected; before that, a token is followed by what
-    followed it in the prompt.
+    followed it in the prompt. Under a grammar the ranks are those among the tokens that it allows.
 
     Args:
         tree: its shape. ``((0,), (0, 0), (1,))`` has the best follower, the best one after that, and the second best. ``StaticTree.of_widths((1,) * 4)`` is a chain.
@@ -88,13 +90,10 @@ class Recycling:
     def propose(
         self, state: RecyclingState, context: Context, budget: Tensor, rng: Rng
     ) -> tuple[Proposal, RecyclingState]:
+        last = context.tokens.gather(1, context.length[:, None] - 1)[:, 0].tolist()
         trees = [
-            self._tree(followers, token, most)
-            for followers, token, most in zip(
-                state.followers,
-                context.tokens.gather(1, context.length[:, None] - 1)[:, 0].tolist(),
-                budget.tolist(),
-            )
+            self._tree(followers, last[b], most, partial(allowed_after, self.grammar, context, b))
+            for b, (followers, most) in enumerate(zip(state.followers, budget.tolist()))
         ]
         B, N = len(trees), max(len(tokens) for tokens, _ in trees)
         tokens, parents = np.zeros((B, N), np.int64), np.full((B, N), -1, np.int64)
@@ -105,35 +104,49 @@ class Recycling:
         proposal = permitted(self.grammar, context, whole)
         return proposal, state._replace(proposal=proposal)
 
-    def _tree(self, followers: Followers, token: int, most: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of a row's tree, no path of it longer than ``most``."""
+    def _tree(
+        self, followers: Followers, token: int, most: int, allowed: Callable[..., list[int]]
+    ) -> tuple[list[int], list[int]]:
+        """Tokens and parents of a row's tree, no path of it longer than ``most``. Ranks are those among the followers that are ``allowed``."""
         tokens: list[int] = []
         parents: list[int] = []
         place: dict[tuple[int, ...], int] = {(): -1}
+        after: dict[int, list[int]] = {}  # by node
         for path in self.tree.paths[: self.tree.nodes(most)]:
             above = place.get(path[:-1])
             if above is None:
                 continue
-            after = followers.get(tokens[above] if above >= 0 else token, ())
-            if path[-1] < len(after):
+            if above not in after:
+                found = followers.get(tokens[above] if above >= 0 else token, [])
+                after[above] = allowed((tokens, parents), above, found) if found else found
+            if path[-1] < len(after[above]):
                 place[path] = len(tokens)
-                tokens.append(after[path[-1]])
+                tokens.append(after[above][path[-1]])
                 parents.append(above)
         return tokens, parents
 
     def observe(self, state: RecyclingState, round: Round) -> RecyclingState:
-        """Keep the target's best tokens after every token that it read."""
+        """Keep the target's best tokens after every token that it read, of those that the grammar allowed there."""
         read = self._read(state, round)
         if not read:
             return state._replace(proposal=None)
-        logits = round.scores.logits
+        drafted = round.proposal if round.proposal.nodes else None
+        logits = constrained(self.grammar, round.scores.logits, round.context, drafted, drafting=True)
         entries = list(dict.fromkeys((b, entry) for b, entry, _ in read))  # accepted nodes were read before
         rows, entry = (to_device(torch.tensor(x), logits.device) for x in zip(*entries))
-        best = topk(logits[rows, entry], min(self.ranks, logits.shape[-1])).indices.tolist()
-        after = dict(zip(entries, best))
+        top = topk(logits[rows, entry], min(self.ranks, logits.shape[-1]))
+        after = {
+            one: [token for token, value in zip(tokens, values) if value > -torch.inf]
+            for one, tokens, values in zip(entries, top.indices.tolist(), top.values.tolist())
+        }
         new: list[dict[int, list[int]]] = [{} for _ in state.followers]
+        ruled = [of_request(self.grammar, request) is not None for request in round.context.request.tolist()]
         for b, place, token in read:
-            new[b][token] = after[b, place]
+            best = after[b, place]
+            if ruled[b]:  # behind it stays what was allowed after this token elsewhere in the text
+                known = new[b].get(token, state.followers[b].get(token, []))
+                best = list(dict.fromkeys((*best, *known)))[: KEPT * self.ranks]
+            new[b][token] = best
         return RecyclingState(tuple({**old, **own} for old, own in zip(state.followers, new)), None)
 
     def _read(self, state: RecyclingState, round: Round) -> list[tuple[int, int, int]]:

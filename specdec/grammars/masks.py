@@ -176,6 +176,24 @@ def permitted(grammar: Any, context: Context, proposal: Proposal) -> Proposal:
     return proposal if [len(nodes) for nodes in kept] == size else proposal.kept(kept)
 
 
+def allowed_after(
+    grammar: Any,
+    context: Context,
+    b: int,
+    tree: tuple[Sequence[int], Sequence[int]],
+    node: int,
+    tokens: list[int],
+) -> list[int]:
+    """Those of ``tokens`` that row b's grammar allows after a ``node`` of a tree (-1: after its text): all, where nothing is forbidden. ``tree``: tokens and parents."""
+    request = int(context.request[b])
+    tracker = of_request(grammar, request)
+    found = [] if tracker is None else tracker.masks(request, _text(context, b), tree, node, 1, ignored)
+    if not found:
+        return tokens
+    ((_, forbidden),) = found
+    return [i for i in tokens if i < 8 * len(forbidden) and not forbidden[i >> 3] >> (i & 7) & 1]
+
+
 class Forced(NamedTuple):
     """Tokens that grammars force: of every row the next ones, and ``ended [B]``, whether they end its text."""
 

@@ -17,9 +17,11 @@ from specdec.capabilities import DraftInfo
 from specdec.drafts.coerce import ModelLike
 from specdec.drafts.model import Model
 from specdec.drafts.one_model import ModelState
+from specdec.drafts.stateless import under
 from specdec.drafts.translated.codec import LOST
 from specdec.drafts.translated.model import Translated, TranslatedCache
 from specdec.drafts.translated.retokenizer import Read
+from specdec.grammars.masks import permitted
 from specdec.protocols import LanguageModel
 from specdec.rng import Rng
 from specdec.sampling import Sampling
@@ -41,7 +43,7 @@ class TextMatch:
     """The model's most probable tokens, decoded, and encoded by the target's tokenizer: a chain of point masses.
 
     Unlike ``Translated``, it can propose any text, and reports no probabilities: a proposed token is accepted with the probability that the target
-    gives to it. A special token ends what is proposed; it is proposed itself where the target has it, too.
+    gives to it. A chain ends before a token that the row's grammar forbids. A special token ends what is proposed; it is proposed itself where the target has it, too.
 
     Args:
         model, tokenizer: as for ``Translated``.
@@ -50,6 +52,7 @@ class TextMatch:
     model: ModelLike
     tokenizer: Any
     translated: Translated = field(init=False, repr=False)
+    grammar: Any = field(default=None, kw_only=True, repr=False)  # bind sets it
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "translated", Translated(self.model, self.tokenizer))
@@ -69,6 +72,9 @@ class TextMatch:
         """The model's greedy chain, in its own ids."""
         model: LanguageModel = self.translated.model
         return Model(model).bind(model, Sampling(temperature=0.0))
+
+    def bind(self, target: LanguageModel, sampling: Sampling) -> TextMatch:
+        return under(self, sampling.grammar)
 
     def init(self, context: Context, target_cache: Any) -> TextState:
         return self.prepare(self.empty(context), context, None)
@@ -97,7 +103,8 @@ class TextMatch:
         drafted, _ = self.chain.propose(ModelState(state.cache.inner, None), text, own, rng)
         tokens, size, most = drafted.tokens.tolist(), drafted.size.tolist(), budget.tolist()
         found = [self._ids(read, tokens[b][: size[b]])[: most[b]] for b, read in enumerate(state.cache.read)]
-        return _chains(found), TextState(state.cache, drafted, text)
+        proposal = permitted(self.grammar, context, _chains(found))
+        return proposal, TextState(state.cache, drafted, text)
 
     def _ids(self, read: Read, drafted: list[int]) -> list[int]:
         """What the model drafted after a text, in the target's ids."""
