@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import checkout  # noqa: F401
 
 import specdec as sd
 from specdec import lab
 from specdec.capabilities import DraftPart
+from specdec.drafts.coerce import as_model
 from specdec.lab.console import short_errors
 from specdec.lab.loading import draft_part, load
 from specdec.lab.options import option, parse
@@ -52,7 +54,7 @@ def main(s: Settings) -> None:
     s.begin()
     sampling = sd.Sampling(temperature=s.temperature)
     with short_errors():
-        target = sd.HFModel(*load(s.target, s.precision, s.place))
+        target: Any = as_model(load(s.target, s.precision, s.place), "target")
         parts = dict(draft_part(spec, target, s.window, s.sinks, s.precision) for spec in s.drafts)
         entries = prompt_entries(s.prompts, target.tokenizer, s.context)[: s.count]
         trace = lab.record(target, entries, s.trace, s.new_tokens, max(s.k), sampling, seed=s.seed)

@@ -25,6 +25,7 @@ import checkout  # noqa: F401
 import specdec as sd
 from specdec import lab
 from specdec.capabilities import DraftPart
+from specdec.drafts.coerce import as_model
 from specdec.lab import bounds
 from specdec.lab.console import progress, short_errors, table
 from specdec.lab.loading import draft_part, load
@@ -58,7 +59,7 @@ class Settings(Plotted, Replayed):
 def main(s: Settings) -> int:
     s.begin()
     with short_errors():
-        target = sd.HFModel(*load(s.target, s.precision, s.place))
+        target: Any = as_model(load(s.target, s.precision, s.place), "target")
         entries = read(s.prompts) if s.prompts else shipped(split="validation")
         some = pieces(entries, target.tokenizer, s.context, 1)[: s.count]
         parts = dict(draft_part(spec, target, 64, 1, s.precision) for spec in s.drafts)

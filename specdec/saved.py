@@ -14,6 +14,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from specdec import arm_policy, drafts, executors, grammars, pruning, sampling, selectors, verifiers
@@ -134,6 +135,13 @@ class _Writer:
         for name, saved in self.folders.items():
             if any(one is model for one in saved):
                 return name
+        if isinstance(model, nn.Module) and any(
+            type(m).__module__.startswith("peft.") for m in model.modules()
+        ):
+            raise TypeError(
+                f"{path} has an adapter of PEFT's, and a folder would hold the adapter or weights under its names, which do not load: give the merged model, "
+                "peft.PeftModel.from_pretrained(base, adapter).merge_and_unload()"
+            )
         name = path.partition(".")[0]
         same = sum(other.partition("_")[0] == name for other in self.folders)
         name = f"{name}_{same + 1}" if same else name

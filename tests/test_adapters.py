@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from tiny import byte_tokenizer, tiny
 
 import specdec as sd
@@ -50,6 +51,24 @@ def test_without_peft_the_message_names_it(adapter, monkeypatch):
     ):
         with pytest.raises(ImportError, match=says):
             call()
+
+
+@pytest.mark.parametrize("part", ["target", "draft"])
+def test_a_model_with_an_adapter_is_not_saved(tmp_path, part):
+    """Layers that PEFT has put into a model keep the weights under other names."""
+    model, other = tiny("llama", 0), tiny("llama", 1)
+    layer = model.model.layers[0].self_attn
+    lora = type("Linear", (torch.nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
+    layer.q_proj, old = lora(layer.q_proj.in_features, layer.q_proj.out_features, bias=False), layer.q_proj
+    target, draft = (model, other) if part == "target" else (other, model)
+    decoder = sd.decoder(target).draft(draft, length=2).build()
+    folder = tmp_path / "decoder"
+    with pytest.raises(TypeError, match=rf"{part}\S* has an adapter of PEFT's, .*merge_and_unload\(\)$"):
+        decoder.save(folder)
+    assert not folder.exists()
+    layer.q_proj = old
+    sd.decoder(target).draft(draft, length=2).build().save(folder)
+    assert (folder / "decoder.json").is_file()
 
 
 def test_transformers_loads_it_with_its_base(adapter, peft):

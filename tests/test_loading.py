@@ -156,6 +156,22 @@ def test_a_model_with_its_own_cache_is_a_draft_but_has_no_window(folders, tmp_pa
             draft_part(prefix + name, target, 8, 1)
 
 
+def test_drafts_are_compared_along_a_target_with_its_own_cache(tmp_path):
+    name, file = str(tmp_path / "lfm2"), tmp_path / "prompts.jsonl"
+    stateful("lfm2").save_pretrained(name)
+    byte_tokenizer().save_pretrained(name)
+    file.write_text("\n".join(json.dumps({"prompt": text}) for text in "abcde"))
+    with imported("compare") as recipe:
+        s = recipe.Settings(
+            target=name, drafts=(f"itself={name}",), k=(2,), prompts=str(file), new_tokens=3, trace=str(tmp_path / "t"),
+            json=str(tmp_path / "c.json"),
+        )  # fmt: skip
+        recipe.main(s)
+    rows = json.loads((tmp_path / "c.json").read_text())["rows"]
+    tau = {row["method"]: row["tau"] for row in rows}
+    assert tau["itself"] == pytest.approx(3)
+
+
 def test_a_targets_own_layer_is_a_draft(folders, monkeypatch):
     target = sd.HFModel(*load(str(folders / "target")))
     with pytest.raises(SystemExit, match=r"no draft 'mtp'.* found no MTP layer .*: name another draft"):
