@@ -193,11 +193,8 @@ class HFModel(Wrapper):
 
     @property
     def fast_chain(self) -> Literal["slots", "ring"] | None:
-        """Where a drafted chain's keys and values are, if a captured step may bypass ``score`` for it; else ``None``.
-
-        Each class declares this for itself: a subclass may change what a query sees, so its tokens go through ``score`` unless it
-        declares otherwise.
-        """
+        """Where a drafted chain's keys and values are, if a captured step may bypass ``score`` for it; else ``None``. Each class declares
+        this for itself: a subclass may change what a query sees, so its tokens go through ``score`` unless it declares otherwise."""
         return "slots" if type(self) is HFModel else None
 
     def __repr__(self) -> str:
