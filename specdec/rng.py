@@ -43,6 +43,7 @@ __all__ = [
     "Attempt",
     "Key",
     "Philox",
+    "Rekeyed",
     "Rng",
     "philox4x32",
     "pick",
@@ -120,9 +121,8 @@ class Philox:
             raise TypeError(f"seed is {seed!r}: give an int64 tensor [B], such as specdec.rng.seeds(0, rows)")
         self.seed = seed
         self._keys: np.ndarray | None = None  # the round keys, [10, 2, B]
-        self._blocks: tuple[
-            _Block, ...
-        ] = ()  # the last two; replaced as a whole, since threads of several micro-batches share it
+        # The last two; replaced as a whole, since threads of several micro-batches share it.
+        self._blocks: tuple[_Block, ...] = ()
         self._reach = 4  # depths in a block
 
     def __reduce__(self) -> tuple[type[Philox], tuple[Tensor]]:
@@ -150,7 +150,8 @@ class Philox:
         shape = np.broadcast_shapes(shape, keys.shape[2:])
         word, low = np.empty((2, *shape), np.uint64), np.zeros((2, *shape), np.uint32)
         word[0], word[1], low[0] = at, stream, node
-        return _in_unit_interval(*_two_words(word, low, keys))
+        w0, w1 = _two_words(word, low, keys)
+        return (((w0 >> 5) << 26) | (w1 >> 6)).view(np.int64) * 2.0**-53  # 27 and 26 bits
 
     def _look_up(self, key: Key) -> np.ndarray | None:
         """The uniforms of a chain's keys; ``None`` for other keys."""
@@ -158,9 +159,8 @@ class Philox:
         if not (isinstance(sibling, int) and sibling == 0 and stream in (DRAFT, ACCEPT, BONUS)):
             return None
         B = len(self.seed)
-        if not (
-            isinstance(at, Tensor) and at.dtype == torch.long and at.shape in ((B,), (B, 1)) and B <= 256
-        ):
+        plain = isinstance(at, Tensor) and at.dtype == torch.long and at.shape in ((B,), (B, 1))
+        if not plain or B > 256:
             return None
         if isinstance(depth, int):
             if not 0 <= depth < 64:
@@ -256,9 +256,8 @@ def _race(probs: Tensor, seed: Tensor, position: Tensor, token: Tensor | None) -
     if probs.device.type != "cpu":
         return race_arrivals(probs, seed, position, token).argmin(-1)
     won, best = torch.zeros(R, dtype=torch.long), torch.full((R,), float("inf"), dtype=torch.float64)
-    wide = min(V, _TILE)
+    wide, numbers = min(V, _TILE), torch.arange(V)
     rows = _TILE // wide
-    numbers = torch.arange(V)
     for v in range(0, V, wide):
         for r in range(0, R, rows):
             here, there = slice(r, r + rows), slice(v, v + wide)
@@ -302,7 +301,6 @@ def _seed_of(seed: Tensor, stream: int) -> Tensor:
 
 
 _TILE = 1 << 14  # numbers at a time: six arrays of 128 KiB
-_LITTLE = sys.byteorder == "little"
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
 _STEPS = np.arange(10, dtype=np.uint64)[:, None] * np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
 
@@ -337,12 +335,7 @@ def _halves(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Views of the lower and the upper 32 bits of uint64 words."""
     pairs = words.view(np.uint32)
     first, second = pairs[..., ::2], pairs[..., 1::2]
-    return (first, second) if _LITTLE else (second, first)
-
-
-def _in_unit_interval(w0: np.ndarray, w1: np.ndarray) -> np.ndarray:
-    """float64 in [0, 1) from 27 and 26 bits of two words, as ``k * 2^-53``."""
-    return (((w0 >> 5) << 26) | (w1 >> 6)).view(np.int64) * 2.0**-53
+    return (first, second) if sys.byteorder == "little" else (second, first)
 
 
 @cache
@@ -355,7 +348,30 @@ NESTED = 8
 """Numbers of an ``Attempt``; two around one another have a number below its square, which executors leave to drafts."""
 
 
-class Attempt:
+class Rekeyed:
+    """The decisions of ``rng``, under other keys in derived classes."""
+
+    def __init__(self, rng: Rng):
+        self.rng = rng
+
+    def rekeyed(self, key: Key) -> Key:
+        """The key under which ``rng`` makes a decision that is asked for with ``key``."""
+        return key
+
+    def categorical(self, probs: Tensor, key: Key) -> Tensor:
+        return self.rng.categorical(probs, self.rekeyed(key))
+
+    def accept(self, prob: Tensor, key: Key) -> Tensor:
+        return self.rng.accept(prob, self.rekeyed(key))
+
+    def race(self, probs: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensor:
+        return self.rng.race(probs, position, streams)
+
+    def select(self, rows: Tensor) -> Rekeyed:
+        return type(self)(self.rng.select(rows))
+
+
+class Attempt(Rekeyed):
     """The same rows' decisions under another attempt number: fresh uniforms for a second draft of the same block.
 
     Two drafts whose trees are merged must not draw with the same uniform, or the second's candidates would depend on the first's. Give one
@@ -366,13 +382,11 @@ class Attempt:
         whole("attempt", attempt)
         if not 0 <= attempt < NESTED:
             raise ValueError(f"attempt is {attempt}: give a number from 0 to {NESTED - 1}")
-        self.rng, self.attempt = rng, attempt
+        super().__init__(rng)
+        self.attempt = attempt
 
-    def categorical(self, probs: Tensor, key: Key) -> Tensor:
-        return self.rng.categorical(probs, key._replace(attempt=self.within(key.attempt)))
-
-    def accept(self, prob: Tensor, key: Key) -> Tensor:
-        return self.rng.accept(prob, key._replace(attempt=self.within(key.attempt)))
+    def rekeyed(self, key: Key) -> Key:
+        return key._replace(attempt=self.within(key.attempt))
 
     def within(self, attempt: int) -> int:
         """The number of a decision whose own is ``attempt``: that of an ``Attempt`` around this one, or of the key."""
@@ -381,9 +395,6 @@ class Attempt:
                 "three Attempts are around one another: merge at most four drafts, two and two, or number the keys of the draws yourself"
             )
         return NESTED * attempt + self.attempt
-
-    def race(self, probs: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensor:
-        return self.rng.race(probs, position, streams)
 
     def select(self, rows: Tensor) -> Attempt:
         return Attempt(self.rng.select(rows), self.attempt)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -353,6 +353,33 @@ class Round(_Shown):
     seconds: Mapping[str, float] = field(default_factory=dict)
     target_argmax: Tensor | None = None
     lossless: bool = True
+
+    @staticmethod
+    def of(
+        context: Context,
+        proposal: Proposal,
+        scores: Scores,
+        verdict: Verdict,
+        committed: Tensor,
+        budget: Tensor,
+        short: Tensor | None = None,
+        **others: Any,
+    ) -> Round:
+        """A record without what ``others``, the other fields, do not give: of arm 0, and no row is finished.
+
+        Args:
+            short: ``[B]`` bool, rows whose budget ends with their text; ``None``: no row is truncated.
+        """
+        no = torch.zeros_like(committed, dtype=torch.bool)
+        fields = {
+            "probs": None,
+            "finished": no,
+            "truncated": no if short is None else (committed <= verdict.accepted) | short,
+            "arm": torch.zeros_like(committed),
+            "arm_prob": torch.ones(len(committed)),
+        }
+        fixed = (context, proposal, scores)
+        return Round(*fixed, verdict=verdict, committed=committed, budget=budget, **fields | others)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -278,7 +278,7 @@ class Unselected(Chains):
 
     def for_draft(self, rng):
         class Fixed(planted.PositionKeyed):
-            def _key(self, key):
+            def rekeyed(self, key):
                 return key
 
             def select(self, rows):

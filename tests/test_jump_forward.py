@@ -97,7 +97,7 @@ def test_no_key_decides_twice(draft, verifier):
 
 
 def test_keys_that_are_used_again_would_be_seen(monkeypatch):
-    monkeypatch.setattr(jump_forward._Deeper, "_within", lambda self, key: key)
+    monkeypatch.setattr(jump_forward._Deeper, "rekeyed", lambda self, key: key)
     decoder = sd.decoder(BITS).draft(JumpForward(SKEWED), length=3).verifier(sd.BlockVerification())
     found = certify(decoder.sampling(grammar=ANY).build(), ((1,),), 5, sampling=sd.Sampling())
     assert found.total_variation > 1e-3

@@ -19,7 +19,7 @@ from specdec import tree
 from specdec.audit.certify import _take
 from specdec.audit.walk import Branches, Walk, pack
 from specdec.decoder import Decoder
-from specdec.rng import ACCEPT, BONUS, DRAFT, SELECT, TARGET, Key, Rng
+from specdec.rng import ACCEPT, BONUS, DRAFT, SELECT, TARGET, Key, Rekeyed, Rng
 from specdec.types import Round
 
 _STREAMS = {DRAFT: "draft", ACCEPT: "acceptance", BONUS: "bonus", TARGET: "target", SELECT: "selector"}
@@ -157,11 +157,12 @@ def _run(
     return walk, notes, [list(ids) for ids in out.ids]
 
 
-class _Recorder:
+class _Recorder(Rekeyed):
     """Passes decisions on and notes them."""
 
     def __init__(self, rng: Rng, notes: _Notes, rows: np.ndarray):
-        self.rng, self.notes, self.rows = rng, notes, rows
+        super().__init__(rng)
+        self.notes, self.rows = notes, rows
 
     def select(self, rows: Tensor) -> Any:
         return type(self)(self.rng.select(rows), self.notes, self.rows[rows.numpy()])
@@ -175,9 +176,6 @@ class _Recorder:
         out = self.rng.accept(prob, key)
         self.note(key, out, None)
         return out
-
-    def race(self, probs: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensor:
-        return self.rng.race(probs, position, streams)
 
     def note(self, key: Key, out: Tensor, probs: Tensor | None) -> None:
         raise NotImplementedError

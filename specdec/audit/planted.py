@@ -15,7 +15,7 @@ from specdec.drafts.model import Model
 from specdec.drafts.stateless import Stateless
 from specdec.drafts.stops import Drafted
 from specdec.executors.serial import Serial
-from specdec.rng import ACCEPT, BONUS, DRAFT, Key, Rng
+from specdec.rng import ACCEPT, BONUS, DRAFT, Key, Rekeyed, Rng
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Round, Verdict
 from specdec.verifiers.block import BlockVerification
@@ -90,39 +90,24 @@ class DrawnElsewhere(Stateless):
         return Proposal(tokens, torch.full((B, self.width), -1), size, said, "declared"), None
 
 
-class PositionKeyed:
+class PositionKeyed(Rekeyed):
     """Draws keyed by (position, stream) alone: after a rejection, a draft reuses a number that has been seen."""
 
-    def __init__(self, rng: Rng):
-        self.rng = rng
-
-    def _key(self, key: Key) -> Key:
+    def rekeyed(self, key: Key) -> Key:
         return Key(torch.as_tensor(key.at) + key.depth, 0, key.sibling, key.stream)
 
-    def categorical(self, probs: Tensor, key: Key) -> Tensor:
-        return self.rng.categorical(probs, self._key(key))
 
-    def accept(self, prob: Tensor, key: Key) -> Tensor:
-        return self.rng.accept(prob, self._key(key))
-
-    def race(self, probs: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensor:
-        return self.rng.race(probs, position, streams)
-
-    def select(self, rows: Tensor) -> Rng:
-        return type(self)(self.rng.select(rows))
-
-
-class SiblingsShare(PositionKeyed):
+class SiblingsShare(Rekeyed):
     """Siblings share one random number, so that all candidates are the same token."""
 
-    def _key(self, key: Key) -> Key:
+    def rekeyed(self, key: Key) -> Key:
         return Key(key.at, key.depth, 0 * torch.as_tensor(key.sibling), key.stream, key.attempt)
 
 
-class StreamsShare(PositionKeyed):
+class StreamsShare(Rekeyed):
     """Drawing a token and accepting it share one random number."""
 
-    def _key(self, key: Key) -> Key:
+    def rekeyed(self, key: Key) -> Key:
         return key._replace(stream=DRAFT) if key.stream == ACCEPT else key
 
 

@@ -23,7 +23,7 @@ from specdec.kernels.device import to_device, to_host
 from specdec.protocols import Draft, LanguageModel
 from specdec.rng import Attempt, Key, Rng
 from specdec.sampling import Sampling, logits_of
-from specdec.types import Context, Proposal, Round, Scores, Verdict
+from specdec.types import Context, Proposal, Round, Verdict
 
 
 class CascadeState(NamedTuple):
@@ -143,8 +143,10 @@ class Cascade:
                 else:
                     verdict = drawn.follow(guess, None, sampling(logits, grown, there))
             cache.commit(text, verdict)
-            inner = self.inner.observe(inner, _round(grown, guess, scores, verdict, left))
-            grown = grown.append(verdict.tokens, (verdict.accepted + 1).where(left > 0, 0))
+            committed = (verdict.accepted + 1).where(left > 0, 0)
+            # What the inner draft observes is a round in which the model was the target.
+            inner = self.inner.observe(inner, Round.of(grown, guess, scores, verdict, committed, left))
+            grown = grown.append(verdict.tokens, committed)
         return drawn.proposal(), CascadeState(cache, inner)
 
     def _guess(self, inner: Any, text: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, Any]:
@@ -223,21 +225,3 @@ class _Drawn:
         return Proposal.chain(
             tokens, self.budget.clone(), self.laws, None if self.laws is None else "sampled"
         )
-
-
-def _round(text: Context, guess: Proposal, scores: Scores, verdict: Verdict, left: Tensor) -> Round:
-    """What the inner draft observes: a round in which the model was the target."""
-    no = torch.zeros_like(left, dtype=torch.bool)
-    return Round(
-        context=text,
-        proposal=guess,
-        scores=scores,
-        probs=None,
-        verdict=verdict,
-        committed=(verdict.accepted + 1).where(left > 0, 0),
-        finished=no,
-        budget=left,
-        truncated=no,
-        arm=torch.zeros_like(left),
-        arm_prob=torch.ones(len(left)),
-    )

@@ -5,7 +5,6 @@ Where a grammar allows one token only, as for the keys of a JSON schema without 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +19,7 @@ from specdec.drafts.none import NoDraft
 from specdec.grammars import masks
 from specdec.kernels.device import to_device
 from specdec.protocols import Draft, LanguageModel
-from specdec.rng import Key, Rng
+from specdec.rng import Key, Rekeyed, Rng
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Round
 
@@ -124,28 +123,20 @@ class JumpForward:
         return (lambda length: method(self._left(length))) if name == "check_length" else method
 
 
-class _Deeper:
+class _Deeper(Rekeyed):
     """The decisions of a block whose first ``count [B]`` tokens are forced: the draft's begin after them, under the keys of their depths in the block.
 
     So no key decides twice, also where a token that was said to be forced is rejected, and the next block begins before the place at which the draft began.
     """
 
     def __init__(self, rng: Rng, count: Tensor):
-        self.rng, self.count = rng, count
-
-    def categorical(self, probs: Tensor, key: Key) -> Tensor:
-        return self.rng.categorical(probs, self._within(key))
-
-    def accept(self, prob: Tensor, key: Key) -> Tensor:
-        return self.rng.accept(prob, self._within(key))
-
-    def race(self, probs: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensor:
-        return self.rng.race(probs, position, streams)
+        super().__init__(rng)
+        self.count = count
 
     def select(self, rows: Tensor) -> _Deeper:
         return _Deeper(self.rng.select(rows), self.count[rows])
 
-    def _within(self, key: Key) -> Key:
+    def rekeyed(self, key: Key) -> Key:
         count = self.count.view(-1, *[1] * (key.at.dim() - 1))
         return key._replace(at=key.at - count, depth=key.depth + count)
 

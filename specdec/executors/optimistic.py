@@ -24,7 +24,7 @@ chose again, an arm would be kept exactly when it did well. Capacities hold in e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -40,7 +40,7 @@ from specdec.composition import Composition
 from specdec.drafts.pool import merged
 from specdec.executors.round import Drafted, DraftRunner, MicroBatch
 from specdec.kernels.streams import own_stream
-from specdec.rng import Key, Rng
+from specdec.rng import Key, Rekeyed, Rng
 from specdec.stop_rules import StopRules
 from specdec.types import Context, Proposal, Round
 
@@ -232,20 +232,18 @@ class _Bet(NamedTuple):
             own.synchronize()
 
 
-class _Attempts:
+class _Attempts(Rekeyed):
     """The rows' decisions under attempt numbers ``attempt [B]``, which are added to the draft's own."""
 
     def __init__(self, rng: Rng, attempt: Tensor):
-        self.rng, self.attempt = rng, attempt
+        super().__init__(rng)
+        self.attempt = attempt
 
     def categorical(self, probs: Tensor, key: Key) -> Tensor:
         return self._ask(lambda rng, p, k: rng.categorical(p, k), probs, key, probs.shape[:-1])
 
     def accept(self, prob: Tensor, key: Key) -> Tensor:
         return self._ask(lambda rng, p, k: rng.accept(p, k), prob, key, prob.shape)
-
-    def race(self, probs: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensor:
-        return self.rng.race(probs, position, streams)
 
     def select(self, rows: Tensor) -> _Attempts:
         return _Attempts(self.rng.select(rows), self.attempt[rows])

@@ -183,24 +183,23 @@ class MicroBatch:
         t, v = (b - a for a, b in pairwise(clock))
         short = (limits.room(context) - 1 < self.lengths()) if self.number else torch.zeros_like(finished)
         choice = self.choice
-        round = Round(
-            context=context,
-            proposal=proposal,
-            scores=scores,
+        round = Round.of(
+            context,
+            proposal,
+            scores,
+            verdict,
+            committed,
+            budget,
+            short,
+            finished=finished,
             probs=probs,
             target_argmax=target_argmax,
-            verdict=verdict,
-            committed=committed,
-            finished=finished,
-            budget=budget,
-            truncated=(committed <= verdict.accepted) | short,
-            arm=torch.zeros_like(committed) if choice is None else choice.arm,
-            arm_prob=torch.ones(context.batch) if choice is None else choice.prob,
             number=self.number,
             lossless=able.lossless,
             seconds={"draft": drafted.seconds, "target": t, "verify": v}
             if self.number
             else {"prefill": t + v},
+            **{} if choice is None else {"arm": choice.arm, "arm_prob": choice.prob},
         )
         self.spent = drafted.spent
         return round

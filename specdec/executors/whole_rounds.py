@@ -254,20 +254,15 @@ class Rounds:
         budget = (limits.room(context) - 1).clamp(max=composition.length)
         proposal, verdict = _decisions(found, budget if self.steps else None)
         committed, finished = limits.apply(context, verdict)
-        B = context.batch
-        short = budget < self.steps
-        round = Round(
-            context=context,
-            proposal=proposal,
-            scores=Scores(torch.empty(B, 0, composition.target.vocab_size)),
-            probs=None,
-            verdict=verdict,
-            committed=committed,
+        round = Round.of(
+            context,
+            proposal,
+            Scores(torch.empty(context.batch, 0, composition.target.vocab_size)),
+            verdict,
+            committed,
+            budget,
+            short=budget < self.steps,
             finished=finished,
-            budget=budget,
-            truncated=(committed <= verdict.accepted) | short,
-            arm=torch.zeros_like(committed),
-            arm_prob=torch.ones(B),
             number=self.number,
             lossless=composition.verifying.lossless,
             seconds={"target": arrived - began},

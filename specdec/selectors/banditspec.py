@@ -65,10 +65,6 @@ class UCBSpec(Tabled):
         index = optimistic(mean(sums, TOKENS) + radius(n, self.length, self.delta), n > 0)
         return torch.from_numpy(assign(index, room)), torch.ones(context.batch), state
 
-    def update(self, state: Table, feedback: Feedback) -> Table:
-        arm, columns = seen(feedback, state.arms)
-        return state.add(state.rows(self.pool, feedback), arm, columns)
-
 
 def radius(pulls: np.ndarray, length: int, delta: float) -> np.ndarray:
     """UCBSpec's ``cr_i [B, arms]`` from pulls ``[B, arms]``, t being their sum; an arm without pulls counts as one with 1."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec.arguments import number
 from specdec.rng import Rng
 from specdec.selectors.matching import checked, draw
-from specdec.selectors.statistics import REWARD, Pending, Pool, Table, poolable, positive, seen, unit
+from specdec.selectors.statistics import REWARD, Pending, Pool, Pooled, Table, poolable, positive, seen, unit
 from specdec.types import Context, Feedback
 
 
@@ -23,15 +23,8 @@ class Weighted(NamedTuple):
     pending: Pending
 
 
-class Weighting:
+class Weighting(Pooled):
     """What selectors have in common whose state is ``Weighted``."""
-
-    pool: Pool
-
-    @property
-    def joint(self) -> bool:
-        """Whether rows share statistics (``SelectorInfo.joint``)."""
-        return self.pool is not None
 
     def init(self, arms: int) -> Weighted:
         return Weighted(Table.empty(arms), Pending({}))

@@ -164,8 +164,8 @@ class Pending(NamedTuple):
         return Pending({r: waiting for r, waiting in self.of.items() if r not in gone})
 
 
-class Tabled:
-    """What selectors have in common whose state is a ``Table``."""
+class Pooled:
+    """What selectors have in common whose rows may share statistics."""
 
     pool: Pool
 
@@ -174,8 +174,24 @@ class Tabled:
         """Whether rows share statistics (``SelectorInfo.joint``)."""
         return self.pool is not None
 
+
+class Tabled(Pooled):
+    """What selectors have in common whose state is a ``Table``.
+
+    Attributes:
+        scale: rewards are divided by it and clipped to [0, 1]; ``None``: they are added as they are.
+    """
+
+    scale: float | None = None
+
     def init(self, arms: int) -> Table:
         return Table.empty(arms)
+
+    def update(self, state: Table, feedback: Feedback) -> Table:
+        arm, columns = seen(feedback, state.arms)
+        if self.scale is not None:
+            columns[:, REWARD] = unit(columns[:, REWARD], self.scale)
+        return state.add(state.rows(self.pool, feedback), arm, columns)
 
     def leave(self, state: Table, requests: Tensor) -> Table:
         return state.leave(self.pool, requests.tolist())

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from specdec.rng import Rng
 from specdec.selectors.matching import checked, draw
-from specdec.selectors.statistics import PULLS, REWARD, Pool, Table, Tabled, poolable, positive, seen, unit
-from specdec.types import Context, Feedback
+from specdec.selectors.statistics import PULLS, REWARD, Pool, Table, Tabled, poolable, positive
+from specdec.types import Context
 
 _Z = np.linspace(-6, 6, 13)  # quadrature points of each arm's posterior, in its standard deviations
 # A look-up is several times as fast as ndtr, and off by less than 0.001.
@@ -51,11 +51,6 @@ class Thompson(Tabled):
         distribution = best_of(state.sums[some][..., REWARD] / n, self.spread / np.sqrt(n))[of]
         arm, prob = draw(distribution, room, rng, context.length)
         return torch.from_numpy(arm), torch.from_numpy(prob).float(), state
-
-    def update(self, state: Table, feedback: Feedback) -> Table:
-        arm, columns = seen(feedback, state.arms)
-        columns[:, REWARD] = unit(columns[:, REWARD], self.scale)
-        return state.add(state.rows(self.pool, feedback), arm, columns)
 
 
 def best_of(mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:

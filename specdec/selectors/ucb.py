@@ -10,20 +10,8 @@ from torch import Tensor
 
 from specdec.rng import Rng
 from specdec.selectors.matching import assign, checked
-from specdec.selectors.statistics import (
-    PULLS,
-    REWARD,
-    Pool,
-    Table,
-    Tabled,
-    mean,
-    optimistic,
-    poolable,
-    positive,
-    seen,
-    unit,
-)
-from specdec.types import Context, Feedback
+from specdec.selectors.statistics import PULLS, Pool, Table, Tabled, mean, optimistic, poolable, positive
+from specdec.types import Context
 
 
 @dataclass(frozen=True)
@@ -50,11 +38,6 @@ class UCB1(Tabled):
         rows, state = state.seat(self.pool, context)
         arm = assign(bounds(state.sums[rows]), room)
         return torch.from_numpy(arm), torch.ones(context.batch), state
-
-    def update(self, state: Table, feedback: Feedback) -> Table:
-        arm, columns = seen(feedback, state.arms)
-        columns[:, REWARD] = unit(columns[:, REWARD], self.scale)
-        return state.add(state.rows(self.pool, feedback), arm, columns)
 
 
 def bounds(sums: np.ndarray) -> np.ndarray:

@@ -97,7 +97,7 @@ class Session:
         return answer
 
     def _finish(self, proposal: Proposal, budget: Tensor) -> Round:
-        context, B = self.context, self.context.batch
+        context = self.context
         taps: dict[str, Any] = {"taps": self.part.info.taps} if self.part.info.taps else {}
         scores = self.target.score(self.cache, context, proposal if proposal.nodes else None, **taps)
         probs = self.sampling(scores.logits, context, proposal)
@@ -107,20 +107,8 @@ class Session:
                 self.state = self.draft.init(context, self.cache)
         self.cache.commit(context, verdict)
         committed = verdict.accepted + 1
-        none = torch.zeros(B, dtype=torch.bool)
-        round = Round(
-            context=context,
-            proposal=proposal,
-            scores=scores,
-            probs=probs,
-            verdict=verdict,
-            committed=committed,
-            finished=none,
-            budget=budget,
-            truncated=none,
-            arm=torch.zeros(B, dtype=torch.long),
-            arm_prob=torch.ones(B),
-            number=self.number,
+        round = Round.of(
+            context, proposal, scores, verdict, committed, budget, probs=probs, number=self.number
         )
         self.state = self._called("observe", self.draft.observe, self.state, round)
         self.context = context.append(verdict.tokens, committed)

@@ -6,7 +6,6 @@ distribution coupling" (Rowan, Phan, Khisti, arXiv 2506.05632).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from specdec import tree
 from specdec.arguments import at_least
 from specdec.capabilities import VerifierInfo
 from specdec.kernels.device import to_device
-from specdec.rng import Key, Rng
+from specdec.rng import Key, Rekeyed, Rng
 from specdec.types import Context, Proposal, Verdict
 
 
@@ -66,11 +65,8 @@ class Coupled:
         return tree.follow(proposal, tokens)
 
 
-class _Shared:
+class _Shared(Rekeyed):
     """Gives drafts the target's random numbers: the first candidate at a depth is drawn by a race with the key of the token's position."""
-
-    def __init__(self, rng: Rng):
-        self.rng = rng
 
     def categorical(self, probs: Tensor, key: Key) -> Tensor:
         sibling = torch.as_tensor(key.sibling)
@@ -82,15 +78,6 @@ class _Shared:
                 self.rng.categorical(probs, key).to(first.device),
             )
         return self.rng.race(probs, (key.at + key.depth).expand(probs.shape[:-1]))
-
-    def accept(self, prob: Tensor, key: Key) -> Tensor:
-        return self.rng.accept(prob, key)
-
-    def race(self, probs: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensor:
-        return self.rng.race(probs, position, streams)
-
-    def select(self, rows: Tensor) -> _Shared:
-        return _Shared(self.rng.select(rows))
 
 
 class _Streams(_Shared):

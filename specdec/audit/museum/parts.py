@@ -16,15 +16,15 @@ from specdec.types import Context, Proposal, Round
 class AcceptanceByPosition(PositionKeyed):
     """The numbers that accept tokens are keyed by position alone; all others are fresh."""
 
-    def _key(self, key: Key) -> Key:
-        return super()._key(key) if key.stream == ACCEPT else key
+    def rekeyed(self, key: Key) -> Key:
+        return super().rekeyed(key) if key.stream == ACCEPT else key
 
 
 class DraftByPosition(PositionKeyed):
     """The numbers that draft tokens are keyed by position alone; all others are fresh."""
 
-    def _key(self, key: Key) -> Key:
-        return super()._key(key) if key.stream == DRAFT else key
+    def rekeyed(self, key: Key) -> Key:
+        return super().rekeyed(key) if key.stream == DRAFT else key
 
 
 @dataclass(frozen=True, eq=False)
