@@ -24,9 +24,8 @@ _thread = _Thread()
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """A host tensor on a device; the host does not wait for what the device has still to do."""
     if tensor.is_cpu and torch.device(device).type == "cuda":
-        return (
-            tensor.contiguous().pin_memory().to(device, non_blocking=True)
-        )  # an expanded tensor cannot be pinned
+        # An expanded tensor cannot be pinned.
+        return tensor.contiguous().pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 

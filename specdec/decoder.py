@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Never
 
@@ -378,19 +379,13 @@ class Decoder(Composition):
                 yield round
 
 
-class _bar:
-    """A progress bar over tokens, or a stand-in without output."""
+@contextmanager
+def _bar(wanted: bool, total: int) -> Iterator[Any]:
+    """A progress bar over tokens, ``None`` where it is not wanted."""
+    if not wanted:
+        yield None
+        return
+    from tqdm.auto import tqdm
 
-    def __init__(self, wanted: bool, total: int):
-        self.wanted, self.total, self.bar = wanted, total, None
-
-    def __enter__(self) -> Any:
-        if self.wanted:
-            from tqdm.auto import tqdm
-
-            self.bar = tqdm(total=self.total, unit="tok", desc="decoding")
-        return self.bar
-
-    def __exit__(self, *error: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
+    with tqdm(total=total, unit="tok", desc="decoding") as bar:
+        yield bar

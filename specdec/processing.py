@@ -109,9 +109,8 @@ def processed(
                 if proposal is None or node >= int(proposal.size[b]):
                     continue
                 parent = int(proposal.parents[b, node])
-                above = (
-                    parent - first
-                )  # the row of logits that the node's token is drawn from, if it is among these
+                # The row of logits that the node's token is drawn from, if it is among these.
+                above = parent - first
                 token = drafted[b][node]
                 if parent in dead or (above >= 0 and float(out[b, above, token]) == -math.inf):
                     dead.add(node)

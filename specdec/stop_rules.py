@@ -103,9 +103,8 @@ class StopRules:
         return frozenset(special_tokens(self.tokenizer))
 
     def _scan(self, ids: list[int], prompt: int, block: Tensor, count: int) -> tuple[int, str] | None:
-        reach = (
-            max((len(s.encode()) for s in self.stop_strings), default=0) + 4
-        )  # a token has at least one byte
+        # A token has at least one byte.
+        reach = max((len(s.encode()) for s in self.stop_strings), default=0) + 4
         recent = (i for i in islice(reversed(ids), len(ids) - prompt) if i not in self._special)
         shown = list(islice(recent, reach))[::-1] if self.stop_strings else []
         near = bool(self.stop_strings) and len(shown) < reach  # of later tokens the prompt is out of reach

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec.audit.certify import _take
-from specdec.audit.walk import Branches, Walk
+from specdec.audit.walk import Branches, Walk, take
 
 
 class Did(NamedTuple):
@@ -30,7 +29,7 @@ def walked(decoder, prompt, new_tokens, batch=4096, eos=()) -> list[Outcome]:
     """All outcomes of ``generate``; those that differ in a random number only are listed apart."""
     stack, outcomes = [Branches.root()], []
     while stack:
-        part = _take(stack, batch)
+        part = take(stack, batch)
         walk = Walk(part)
         rounds = [[] for _ in range(len(part))]
 

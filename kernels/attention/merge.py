@@ -39,9 +39,8 @@ def merge_two(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tenso
 
     ``exp(l_b - l) = sigmoid(l_b - l_a)``.
     """
-    share = torch.sigmoid(torch.nan_to_num(lse_b - lse_a))[
-        ..., None
-    ]  # NaN if the query sees nothing in either
+    # NaN if the query sees nothing in either.
+    share = torch.sigmoid(torch.nan_to_num(lse_b - lse_a))[..., None]
     if share.dtype != a.dtype:  # in half precision outputs are rounded, sums are not
         out = torch.lerp(a.to(share.dtype), b.to(share.dtype), share).to(a.dtype)
     else:

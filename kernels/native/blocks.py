@@ -74,9 +74,8 @@ class Blocks:
     def __init__(self, blocks: Sequence[Any], narrow: Narrow | None = None, keys_only: bool = False):
         self._blocks, self._table, self._narrow = list(blocks), (_Block * len(blocks))(), narrow
         self.keys_only, read = keys_only, ("key", "value") if keys_only else _PRODUCTS
-        self._places: list[
-            tuple[_Block, str, Any, str]
-        ] = []  # a field, and the module and name of its parameter
+        # A field, and the module and name of its parameter.
+        self._places: list[tuple[_Block, str, Any, str]] = []
         self._shapes: list[torch.Size] = []
         for b, made in zip(blocks, self._table):
             made.heads, made.kv_heads = (p.out_features // b.size for p in (b.query, b.key))

@@ -55,7 +55,7 @@ class Adversary:
     def init(self, context: Context, target_cache: Any) -> Seen:
         memory = torch.full((context.batch,), 0x5EED + self.salt)
         for column in range(int(context.length.max())):
-            memory = _mix(memory, context.tokens[:, column], column < context.length)
+            memory = mix(memory, context.tokens[:, column], column < context.length)
         return Seen(memory)
 
     def propose(self, state: Seen, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, Seen]:
@@ -74,14 +74,14 @@ class Adversary:
             fits = (above + 1 < budget[:, None]) & ((torch.arange(n + 1) == n) | self.trees)
             go = (size == n) & fits.any(1)
             if self.stops:
-                go &= _choose(memory, 3 * n, self.stops) != 0
-            nth = _choose(memory, 3 * n + 1, fits.sum(1).clamp(min=1))
+                go &= choose(memory, 3 * n, self.stops) != 0
+            nth = choose(memory, 3 * n + 1, fits.sum(1).clamp(min=1))
             place = (fits.long().cumsum(1) > nth[:, None]).int().argmax(1)
             parents[:, n], depth[:, n] = (
                 torch.where(go, place - 1, -1),
                 torch.where(go, above[rows, place] + 1, 0),
             )
-            q = self.distributions[_choose(memory, 3 * n + 2, len(self.distributions))]
+            q = self.distributions[choose(memory, 3 * n + 2, len(self.distributions))]
             if not self.replacement:
                 elder = (parents[:, :n] == parents[:, n : n + 1]) & go[:, None]
                 taken = torch.zeros(B, V, dtype=q.dtype).scatter_add(1, tokens[:, :n], elder.to(q))
@@ -91,25 +91,25 @@ class Adversary:
             q = torch.where(go[:, None], q, nothing)
             sibling = (depth[:, :n] == depth[:, n : n + 1]).sum(1)
             if self.point:
-                token = _choose(memory, 3 * n + 2, V)
+                token = choose(memory, 3 * n + 2, V)
             else:
                 token = rng.categorical(q, Key(context.length, depth[:, n], sibling))
             tokens[:, n], probs[:, n] = torch.where(go, token, 0), q
             size += go
-            memory = _mix(memory, token * (N + 1) + parents[:, n] + 1, go)
+            memory = mix(memory, token * (N + 1) + parents[:, n] + 1, go)
         if self.point:
             return Proposal(tokens, parents, size), state
         return Proposal(tokens, parents, size, probs, "sampled"), state
 
     def observe(self, state: Seen, round: Round) -> Seen:
         memory, proposal, verdict = state.memory, round.proposal, round.verdict
-        memory = _mix(memory, proposal.size * 64 + verdict.accepted)
+        memory = mix(memory, proposal.size * 64 + verdict.accepted)
         for n in range(proposal.nodes):  # a row must not depend on the width of the others
-            memory = _mix(
+            memory = mix(
                 memory, proposal.tokens[:, n].cpu() * 64 + proposal.parents[:, n] + 1, n < proposal.size
             )
         for n in range(verdict.tokens.shape[1]):
-            memory = _mix(memory, verdict.tokens[:, n], n < round.committed)
+            memory = mix(memory, verdict.tokens[:, n], n < round.committed)
         return Seen(memory)
 
     def select(self, state: Seen, rows: Tensor) -> Seen:
@@ -128,7 +128,7 @@ class Hindsight(Adversary):
         proposal, state = super().propose(state, context, budget, rng)
         memory = state.memory
         for n in range(proposal.nodes):
-            memory = _mix(memory, proposal.tokens[:, n] + 1, n < proposal.size)
+            memory = mix(memory, proposal.tokens[:, n] + 1, n < proposal.size)
         return proposal, Seen(memory)
 
 
@@ -261,8 +261,8 @@ class AdversarialSelector:
         memory = torch.cat([memory, torch.full((new,), 0x5EED + self.salt)])
         seen = memory[context.request]
         for column in range(int(context.length.max())):
-            seen = _mix(seen, context.tokens[:, column], column < context.length)
-        arm, left = _choose(seen, 0, arms), capacities.clone()
+            seen = mix(seen, context.tokens[:, column], column < context.length)
+        arm, left = choose(seen, 0, arms), capacities.clone()
         for b in range(context.batch):  # unless a capacity is below the batch, rows are independent
             arm[b] = next(a for step in range(arms) if left[a := (int(arm[b]) + step) % arms] > 0)
             left[arm[b]] -= 1
@@ -272,7 +272,7 @@ class AdversarialSelector:
         arms, memory = state
         told = memory[feedback.request]
         for part in (feedback.arm, feedback.tokens, feedback.drafted, (feedback.reward * 2**30).long()):
-            told = _mix(told, part)
+            told = mix(told, part)
         return arms, memory.index_copy(0, feedback.request, told)
 
 
@@ -280,17 +280,17 @@ def dropped(round: Round) -> Tensor:
     """A reward ``[B]`` in [0, 1] that is a hash of the proposal's tokens, so that feedback reveals dropped nodes to a selector."""
     memory = round.verdict.accepted + 0x5EED
     for n in range(round.proposal.nodes):
-        memory = _mix(memory, round.proposal.tokens[:, n].cpu(), n < round.proposal.size)
+        memory = mix(memory, round.proposal.tokens[:, n].cpu(), n < round.proposal.size)
     return ((memory >> 33) % 1024).double() / 1024
 
 
-def _mix(memory: Tensor, value: Tensor, where: Tensor | bool = True) -> Tensor:
+def mix(memory: Tensor, value: Tensor, where: Tensor | bool = True) -> Tensor:
     """Fold ``value [B]`` into ``memory [B]`` for some rows (a multiply and xor-shift hash; products wrap)."""
     h = (memory ^ (value + 0x9E3779B9)) * -7046029254386353131
     h = (h ^ ((h >> 31) & 0x1FFFFFFFF)) * -4658895280553007687
     return torch.where(torch.as_tensor(where), h ^ ((h >> 29) & 0x7FFFFFFFF), memory)
 
 
-def _choose(memory: Tensor, what: int, options: Tensor | int) -> Tensor:
+def choose(memory: Tensor, what: int, options: Tensor | int) -> Tensor:
     """``[B]`` a number below ``options`` that depends on all of ``memory``."""
-    return (_mix(memory, torch.full_like(memory, what)) >> 33) % options
+    return (mix(memory, torch.full_like(memory, what)) >> 33) % options

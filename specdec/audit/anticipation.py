@@ -16,8 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from specdec import tree
-from specdec.audit.certify import _take
-from specdec.audit.walk import Branches, Walk, pack
+from specdec.audit.walk import Branches, Walk, pack, take
 from specdec.decoder import Decoder
 from specdec.rng import ACCEPT, BONUS, DRAFT, SELECT, TARGET, Key, Rekeyed, Rng
 from specdec.types import Round
@@ -86,7 +85,7 @@ def lint(
     stack, texts = [Branches.root()], list[tuple[Branches, list[int]]]()
     groups, reused = _Groups(), dict[str, float]()
     while stack:
-        part = _take(stack, batch)
+        part = take(stack, batch)
         walk, notes, ids = _run(decoder, part, prompt, max_new_tokens, wrap)
         measure = walk.branches.measure()
         for row, chance in enumerate(measure.tolist()):

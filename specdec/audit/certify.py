@@ -15,13 +15,13 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from specdec.audit.adversaries import Everything
 from specdec.audit.around import PROMPTS, TOKENS, Refused, decoders, verifier_of
+from specdec.audit.enumeration import Enumeration
 from specdec.audit.plain import Distribution, Ids, Logits, Numbered, Plain, enumerate_plain, total_variation
 from specdec.audit.scope import Scope
-from specdec.audit.walk import Branches, Walk, pack, race_key
+from specdec.audit.walk import Branches, Walk
 from specdec.capabilities import SelectorInfo
 from specdec.decoder import Decoder
 from specdec.prompts import rows_of
@@ -239,61 +239,26 @@ def _walk(
         raise TypeError(f"progress is {progress!r}: give True or False")
     from tqdm.auto import tqdm
 
-    start, rows = perf_counter(), range(len(plain))
-    stacks = [[Branches.root()] for _ in rows]
-    masses: list[dict[Ids, list[float]]] = [defaultdict(list) for _ in rows]
-    astray: list[list[float]] = [[] for _ in rows]
-    sample: list[tuple[Branches, np.ndarray, list[Ids]]] = []
-    done = [0.0 for _ in rows]
-    count = 0
+    start, walked = perf_counter(), Enumeration(run, run.scope.alone, plain, numbered)
     shown = "{desc}: {percentage:.1f} % of the probability |{bar}| {elapsed}{postfix}"
     with tqdm(total=1.0, desc="certifying", bar_format=shown, disable=not progress) as bar:
-        while any(stacks):
-            # A finished prompt stays in the batch, so that every branch runs beside every prompt.
-            mate = [not stack for stack in stacks]
-            here = [mate.index(False)] if run.scope.alone else list(rows)
-            size = 1 if run.scope.alone else max(1, batch // len(rows))
-            parts = [_take(stacks[row], size) if stacks[row] else Branches.root() for row in here]
-            owner = np.repeat(here, [len(part) for part in parts])
-            walk = Walk(Branches.join(parts), numbered)
-            ids = run(walk, owner)
-            measure = walk.branches.measure()
-            for b, row in enumerate(owner.tolist()):
-                if not mate[row]:
-                    masses[row][ids[b]].append(float(measure[b]))
-                    done[row] += float(measure[b])
-            for from_row, scripts in walk.left:
-                for row in rows:
-                    if not mate[row]:
-                        mine = (owner[from_row] == row).nonzero()[0]
-                        if len(mine):
-                            stacks[row].append(scripts.select(mine))
-            if numbered is not None:
-                wrong = _off_path(walk.branches, owner, ids, plain, numbered)
-                for row in rows:
-                    if not mate[row]:
-                        astray[row].append(float(measure[wrong & (owner == row)].sum()))
-            # If two distributions agree up to rounding, their residual is rounding error, and a branch of that measure depends on it.
-            real = (measure > 1e-9).nonzero()[0]
-            some = real[np.linspace(0, len(real) - 1, min(len(real), 64)).astype(int)] if len(real) else real
-            sample.append((walk.branches.select(some), owner[some], [ids[b] for b in some]))
-            count += sum(len(part) for part, row in zip(parts, here) if not mate[row])
-            share = sum(done) / len(rows)
-            bar.set_postfix_str(f"{count} branches", refresh=False)
-            bar.update(share - bar.n)
-            _within(limit, count, share, run, numbered is not None)
-    _again(run, numbered, sample[-32:] + sample[: min(8, len(sample))])
-    distributions = tuple({ids: fsum(parts) for ids, parts in mass.items()} for mass in masses)
+        while any(walked.left):
+            walked.go_on(batch)
+            bar.set_postfix_str(f"{walked.count} branches", refresh=False)
+            bar.update(walked.share - bar.n)
+            _within(limit, walked.count, walked.share, run, numbered is not None)
+    _again(run, numbered, walked.sample[-32:] + walked.sample[: min(8, len(walked.sample))])
+    distributions = tuple({ids: fsum(parts) for ids, parts in mass.items()} for mass in walked.masses)
     return Certificate(
         total_variation=max(
             total_variation(distribution, one.distribution) for distribution, one in zip(distributions, plain)
         ),
         mass=max(abs(1 - fsum(distribution.values())) for distribution in distributions),
-        branches=count,
+        branches=walked.count,
         seconds=perf_counter() - start,
         distribution=distributions,
         target=tuple(one.distribution for one in plain),
-        astray=None if numbered is None else max(fsum(parts) for parts in astray),
+        astray=None if numbered is None else max(fsum(parts) for parts in walked.astray),
         claimed=run.decoder.verifying.lossless,
         scope=run.scope,
     )
@@ -319,20 +284,6 @@ def _begun(distribution: Distribution, length: int) -> Distribution:
     for ids, mass in distribution.items():
         begun[ids[:length]] += mass
     return begun
-
-
-def _take(stack: list[Branches], count: int) -> Branches:
-    """Remove up to ``count`` branches from the top, those with the most decisions, so that the stack stays small."""
-    parts: list[Branches] = []
-    have = 0
-    while stack and have < count:
-        top = stack.pop()
-        if len(top) > count - have:
-            stack.append(top.select(slice(len(top) - (count - have))))
-            top = top.select(slice(len(top) - (count - have), None))
-        parts.append(top)
-        have += len(top)
-    return Branches.join(parts)
 
 
 def _again(
@@ -373,24 +324,3 @@ def _mixing(run: _Run) -> str:
         "some part of the decoder depends on the batch or keeps state between calls, so its distribution cannot be certified: compute a row "
         "from its own tokens, state and keys"
     )
-
-
-def _off_path(
-    branches: Branches, owner: np.ndarray, ids: list[Ids], plain: list[Plain], numbered: Numbered
-) -> np.ndarray:
-    """``[R]`` whether what was committed differs from the target's draws along the path that they make."""
-    wrong = np.zeros(len(owner), dtype=bool)
-    every = np.arange(len(owner))
-    for step in range(max(len(one) for one in ids)):
-        here = np.array([step < len(one) for one in ids])
-        number = np.array(
-            [numbered.of[r].get(one[:step], -1) if h else 0 for r, one, h in zip(owner, ids, here)]
-        )
-        position = torch.tensor([len(plain[r].prompt) + step for r in owner])
-        slot = branches.key == pack(race_key(position, number))[:, None]
-        middle = 0.5 * (branches.low + branches.high)[every, slot.argmax(1)]
-        cdf = np.stack(numbered.distributions)[number].cumsum(1)
-        draw = (cdf <= (middle * cdf[:, -1])[:, None]).sum(1)
-        said = np.array([one[step] if h else 0 for one, h in zip(ids, here)])
-        wrong |= here & ((draw != said) | ~slot.any(1) | (number < 0))
-    return wrong

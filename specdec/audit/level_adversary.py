@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.audit.adversaries import Adversary, Seen, _choose, _mix
+from specdec.audit.adversaries import Adversary, Seen, choose, mix
 from specdec.capabilities import Siblings
 from specdec.rng import Key, Rng
 from specdec.types import Context, Proposal
@@ -38,10 +38,10 @@ class LevelAdversary(Adversary):
             for up in range(-1, N if level else 0):
                 there = torch.full((B,), True) if up < 0 else (up < level_start) & (depth[:, up] == level - 1)
                 there &= (level < budget) & (torch.full((B,), up < 0) == (level == 0))
-                alike = _choose(settled, 1, 2) == 0  # one distribution for the level, or one for each parent
-                which = _choose(_mix(settled, torch.full((B,), up + 1), ~alike), 2, len(self.distributions))
+                alike = choose(settled, 1, 2) == 0  # one distribution for the level, or one for each parent
+                which = choose(mix(settled, torch.full((B,), up + 1), ~alike), 2, len(self.distributions))
                 q = self.distributions[which]
-                count = _choose(_mix(settled, torch.full((B,), up + 1)), 3, self.children + 1)
+                count = choose(mix(settled, torch.full((B,), up + 1)), 3, self.children + 1)
                 if not self.replacement:
                     count = count.minimum((q > 0).sum(1))
                 left = q
@@ -58,7 +58,7 @@ class LevelAdversary(Adversary):
                         left = torch.where(go[:, None], left.scatter(1, token[:, None], 0), left)
                         left = torch.where(left.sum(1, keepdim=True) > 0, left, q)
                     size, within = size + go, within + go
-                    memory = _mix(memory, token * (N + 1) + up + 1, go)
+                    memory = mix(memory, token * (N + 1) + up + 1, go)
         proposal = Proposal(
             tokens[:, :N], parents[:, :N], size, probs[:, :N], "sampled", source[:, :N].clamp(max=N - 1)
         )

@@ -133,8 +133,6 @@ class KSeqByHand(KSeq):
     mistake: str = ""
 
     def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
-        if proposal.probs is None:
-            return super().__call__(proposal, probs, context, rng)
         live = torch.arange(proposal.nodes) < proposal.size[:, None]
         count = ((proposal.parents < 0) & live).sum(1).clamp(min=1)
 
@@ -151,8 +149,6 @@ class TransportUnmoved(OptimalTransport):
     """The candidate with the largest p / q is chosen, and accepted as if it had been chosen by the optimal law."""
 
     def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
-        if proposal.probs is None:
-            return super().__call__(proposal, probs, context, rng)
         return descend(proposal, probs, context, rng, partial(transport, move=_stays), merge=True)
 
 
@@ -165,8 +161,6 @@ class UnorderedTransport(DistinctTransport):
     """A set of distinct tokens is taken to be as probable as the product of their q, normalised, as if the order of draws did not matter."""
 
     def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
-        if proposal.probs is None:
-            return super().__call__(proposal, probs, context, rng)
         wrong = partial(rule, most=self.most, planned=_unordered)
         return descend(proposal, probs, context, rng, wrong, merge=False)
 

@@ -135,6 +135,20 @@ class Walk:
         return answer
 
 
+def take(stack: list[Branches], count: int) -> Branches:
+    """Remove up to ``count`` branches from the top, those with the most decisions, so that the stack stays small."""
+    parts: list[Branches] = []
+    have = 0
+    while stack and have < count:
+        top = stack.pop()
+        if len(top) > count - have:
+            stack.append(top.select(slice(len(top) - (count - have))))
+            top = top.select(slice(len(top) - (count - have), None))
+        parts.append(top)
+        have += len(top)
+    return Branches.join(parts)
+
+
 class ScriptedRng:
     """The ``Rng`` of a decoder's run: the decisions of ``rows`` of a walk."""
 

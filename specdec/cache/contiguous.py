@@ -7,6 +7,7 @@ because equal tokens do not mean equal ancestors.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -45,9 +46,8 @@ class SlotCache(Slots, TokenIndex):
         accepted = self.accepted(context, verdict)
         for b, start, path in accepted:
             slot = b * self.slots + start
-            moved = [
-                (node, d) for d, node in enumerate(path) if node != d
-            ]  # none in a chain, whose nodes are in place
+            # The nodes of a chain are in place.
+            moved = [(node, d) for d, node in enumerate(path) if node != d]
             source += [slot + node for node, _ in moved]
             target += [slot + d for _, d in moved]
         self.copy(source, target)
@@ -62,8 +62,7 @@ class SlotCache(Slots, TokenIndex):
         order = rows.tolist()
         if order == list(range(self.batch)):
             return self
-        new = object.__new__(type(self))
-        vars(new).update(vars(self))
+        new = copy.copy(self)
         new._blocks = self._gathered(rows, [n + fed for n, fed in zip(self._lengths, self._fed)])
         new._whole = self._whole
         new._view()
@@ -78,8 +77,7 @@ class SlotCache(Slots, TokenIndex):
         mine, theirs, capacity = self.batch, other.batch, max(self.capacity, other.capacity)
         used = [n + fed for n, fed in zip(other._lengths, other._fed)]
         room = capacity == self.capacity and self._whole[0].shape[1] >= mine + theirs
-        new = object.__new__(type(self))
-        vars(new).update(vars(self))
+        new = copy.copy(self)
         if room:
             new._blocks = [block[:, : mine + theirs] for block in self._whole]
         else:

@@ -21,6 +21,7 @@ flight, from the first that may be queried again to the highest written (both co
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -112,8 +113,7 @@ class Ring(Slots):
     def select(self, rows: Tensor) -> Ring:
         """The ring of some rows, in the given order; the old object must not be used again."""
         blocks = self._gathered(rows, [self.slots] * self._blocks[0].shape[1])
-        new = object.__new__(type(self))
-        vars(new).update(vars(self))
+        new = copy.copy(self)
         new._blocks = blocks
         new._view()
         return new
@@ -129,8 +129,7 @@ class Ring(Slots):
         """
         mine, theirs = self._blocks[0].shape[1], other._blocks[0].shape[1]
         window, extra = max(self.window, other.window), max(self.extra, other.extra)
-        both: Ring = object.__new__(type(self))
-        vars(both).update(vars(self))
+        both = copy.copy(self)
         if (window, extra) == (self.window, self.extra) and self._whole[0].shape[1] >= mine + theirs:
             both._blocks = [block[:, : mine + theirs] for block in self._whole]
         else:

@@ -92,6 +92,5 @@ def choose(
                 text, part = rest[rest.find("\n") + 1 :], part + 1
         candidates.sort(key=lambda candidate: candidate[:2])
         chosen[domain] = [entry for _, _, entry in candidates[:count]]
-    return [
-        entry for group in zip(*chosen.values()) for entry in group
-    ]  # as many groups as the smallest domain has
+    # As many groups as the smallest domain has.
+    return [entry for group in zip(*chosen.values()) for entry in group]

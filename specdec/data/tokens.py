@@ -46,9 +46,8 @@ def train_words(texts: Sequence[str], vocabulary: int, positions: int = 2048) ->
     )
     tokenizer.train_from_iterator(texts, trainer)
     made = json.loads(tokenizer.to_str())
-    made["added_tokens"] = [
-        token for token in made["added_tokens"] if token["content"] == END
-    ]  # bytes are text
+    # Bytes are text.
+    made["added_tokens"] = [token for token in made["added_tokens"] if token["content"] == END]
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(made)),
         bos_token=END,

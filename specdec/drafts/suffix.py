@@ -56,9 +56,8 @@ class Suffix(Lookup):
                 break
             further = ends[ends >= n]
             further = further[ids[further - n] == ids[-1 - n]] if n < len(ids) else further[:0]
-            if (
-                len(further) < len(ends) or n == self.max_match
-            ):  # otherwise the longer match has this path, or more of it
+            # Otherwise the longer match has this path, or more of it.
+            if len(further) < len(ends) or n == self.max_match:
                 longest = min(count, max(1, int(min(count, self.factor * n))))
                 path, chances = frequent_path(ids, ends + 1, longest, self.min_chance)
                 if chances >= most:

@@ -32,7 +32,6 @@ class ModelDrafting(Drafting):
 
     @staticmethod
     def why_not(draft: Model, target: Any, length: int) -> str | None:
-        """As ``Drafting.why_not``."""
         model: Any = draft.model
         why = without_steps(model)
         if why is None and model.page is not None:
@@ -45,30 +44,25 @@ class ModelDrafting(Drafting):
 
     @staticmethod
     def modules(draft: Model) -> tuple[Iterable[nn.Module], object]:
-        """As ``Drafting.modules``."""
         model: Any = draft.model
         return model.clone.modules(), model
 
     @staticmethod
     def programs(draft: Model) -> Programs:
-        """As ``Drafting.programs``."""
         return cast(Any, draft.model).steps
 
     @staticmethod
     def memory(state: ModelState) -> Slots:
-        """As ``Drafting.memory``."""
         return cast(Slots, state.cache)
 
     @staticmethod
     def select(memory: SlotCache, rows: Tensor, context: Context) -> SlotCache:
-        """As ``Drafting.select``."""
         words = context.tokens.numpy()
         for i, (b, n) in enumerate(zip(rows.tolist(), context.length.tolist())):
             memory.remember(b, words[i], 0, n - 2, 0)  # the last two are fed once more
         return memory.select(rows)
 
     def chain(self, given: Given, state: Tensor) -> Callable[[int, Tensor], Tensor]:
-        """As ``Drafting.chain``."""
         length, ends = state[:, 0], state[:, 1:]
 
         def forward(n: int, tokens: Tensor) -> Tensor:

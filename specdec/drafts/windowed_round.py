@@ -45,7 +45,6 @@ class WindowedDrafting(Drafting):
 
     @staticmethod
     def why_not(draft: Model, target: Any, length: int) -> str | None:
-        """As ``Drafting.why_not``."""
         model: Any = draft.model
         if model.reach is None:
             return f"runs masked models in constant memory, but the draft's has storage for the whole text ({model.mask!r})"
@@ -60,12 +59,10 @@ class WindowedDrafting(Drafting):
 
     @staticmethod
     def select(memory: RingCache, rows: Tensor, context: Context) -> RingCache:
-        """As ``Drafting.select``."""
         remember(memory, rows, context, 2)
         return memory.select(rows)
 
     def chain(self, given: Given, state: Tensor) -> Callable[[int, Tensor], Tensor]:
-        """As ``Drafting.chain``."""
         length, n = state[:, 0], self.fed
         count = torch.arange(max(n, given.steps), device=length.device)
         first = length[:, None] - n + count[:n]  # [R, n]

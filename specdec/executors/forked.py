@@ -49,9 +49,8 @@ class ProcessWorker:
 
         self.process = fork.Process(target=body, name="specdec-drafting", daemon=True)
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # from Python 3.12 on, of other threads: see above
+            # From Python 3.12 on, of other threads: see above.
+            warnings.simplefilter("ignore", DeprecationWarning)
             self.process.start()
         theirs.close()
         # Also before the interpreter's end, when nothing is left to stop it with.

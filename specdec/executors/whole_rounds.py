@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Any, NamedTuple, cast
 
@@ -31,6 +31,7 @@ from specdec.graphs.whole_round import ACCEPTED, DRAWN, FINITE, NEXT, TOKENS, Ro
 from specdec.kernels.device import to_device
 from specdec.models.masked import Masked
 from specdec.models.windowed import Windowed
+from specdec.sampling import Sampling
 from specdec.stop_rules import StopRules
 from specdec.types import Context, Proposal, Round, Scores, Verdict
 from specdec.verifiers.coupled import Coupled
@@ -118,12 +119,7 @@ class Rounds:
         self.target: Any = composition.target
         self.part = self._part()
         self.steps = 0 if self.part is None else composition.length
-        verdict: Any = "coupled" if type(composition.verifier) is Coupled else "rejection"
-        # As MicroBatch.verify chooses.
-        if composition.verifying.takes_logits and composition.sampling.only_temperature:
-            verdict = "fused"
-        own = None if self.part is None else cast(Any, composition.draft).sampling
-        self._kind = (verdict, composition.sampling, own or composition.sampling)
+        self._kind = _kind(composition, self.part is not None)
         self.at = torch.arange(rows.context.batch)
         self.whole, self.stale = rows.context.batch, False
         self.flight: _Flight | None = None
@@ -195,16 +191,32 @@ class Rounds:
 
     def _program(self, longest: int, fresh: bool) -> WholeRound:
         """The program of a round whose rows take at most ``longest`` slots, with its inputs up to date."""
-        memory: Any = memory_of(self.cache)
-        part, before = self.part, self.program
-        length = min(power(longest, SHORTEST), self.slots)
+        length, before = min(power(longest, SHORTEST), self.slots), self.program
         if not fresh and before is not None and before.captured and before.shape.length == length:
             return before
+
+        def update(program: Any) -> None:
+            most, seed = torch.from_numpy(self._most()), self.rows.rng.seed
+            if fresh:
+                program.send(most, seed, _ends(self.rows.context), self.carry, self.table)
+            elif program is not before:
+                assert before is not None
+                program.send(most, seed, table=self.table)
+                program.follow(before)
+
+        self.program = self._made(self._shape(longest, length), update)
+        return self.program
+
+    def _shape(self, longest: int, length: int) -> RoundShape:
         rows = bucket_of([1] * self.rows.context.batch, [1], longest, self.slots).rows
-        if part is not None and part.rows is not None:
-            rows = min(rows, part.rows)
-        shape = RoundShape(rows, length, self.steps, *self._kind)
-        key = (shape, self._of())
+        if self.part is not None and self.part.rows is not None:
+            rows = min(rows, self.part.rows)
+        return RoundShape(rows, length, self.steps, *self._kind)
+
+    def _made(self, shape: RoundShape, update: Callable[[Any], None]) -> WholeRound:
+        """The program of a shape after ``update``: captured, unless the shape occurs for the first time or cannot be captured."""
+        memory: Any = memory_of(self.cache)
+        part, key = self.part, (shape, self._of())
 
         def make(store: StaticStore) -> WholeRound:
             side = Side(self.target.steps.forward, store, self.target.vocab_size)
@@ -212,23 +224,13 @@ class Rounds:
             made.owner = None if part is None else weakref.ref(self.composition.draft)
             return made
 
-        def update(program: Any) -> None:
-            most, seed = torch.from_numpy(self._most()), self.rows.rng.seed
-            if fresh:
-                program.send(most, seed, self._state(), self.carry, self.table)
-            elif program is not before:
-                assert before is not None
-                program.send(most, seed, table=self.table)
-                program.follow(before)
-
         made: Any = self.target.steps.program(memory, key, make, update)
         if memory._whole[0] is not self._over:  # a cache, or a pool of pages, that has grown
             self._loose, self._over = {}, memory._whole[0]
-        if made is None:  # this shape occurs for the first time, or cannot be captured
+        if made is None:
             made = self._loose.get(key) or make(StaticStore(memory))
             self._loose[key] = made
             update(made)
-        self.program = made
         return made
 
     def _of(self) -> object:
@@ -238,23 +240,28 @@ class Rounds:
         draft = self.composition.draft
         return None if self.part is None else ("model", id(drafting_of(draft).modules(draft)[1]))
 
-    def _state(self) -> Tensor:
-        """``[B, 3]`` lengths and last two tokens."""
-        context = self.rows.context
-        last = context.length[:, None] + torch.tensor([-2, -1])
-        return torch.cat([context.length[:, None], context.tokens.gather(1, last)], 1)
-
     def _finish(self, flight: _Flight, began: float) -> Round:
         """Commit the round in flight, for the rows that were there when the one before had been committed."""
-        context, limits, composition = self.rows.context, self.limits, self.composition
         found = flight.read()
         arrived = perf_counter()
         found = found[self.at.numpy()]
-        self._refuse(found)
-        budget = (limits.room(context) - 1).clamp(max=composition.length)
+        _check_finite(found)
+        round = self._round(found, arrived - began)
+        rows = self.rows._replace(context=round.context.append(round.verdict.tokens, round.committed))
+        if bool(round.finished.any()):
+            stay = (~round.finished).nonzero()[:, 0]
+            rows, self.at = rows.select(stay), self.at[stay]
+        self.rows, self.number, self.stale = rows, self.number + 1, True
+        round.seconds["total"] = perf_counter() - began  # type: ignore[index]
+        return round
+
+    def _round(self, found: np.ndarray, seconds: float) -> Round:
+        """The record of a result, which took ``seconds``."""
+        context, composition = self.rows.context, self.composition
+        budget = (self.limits.room(context) - 1).clamp(max=composition.length)
         proposal, verdict = _decisions(found, budget if self.steps else None)
-        committed, finished = limits.apply(context, verdict)
-        round = Round.of(
+        committed, finished = self.limits.apply(context, verdict)
+        return Round.of(
             context,
             proposal,
             Scores(torch.empty(context.batch, 0, composition.target.vocab_size)),
@@ -265,27 +272,8 @@ class Rounds:
             finished=finished,
             number=self.number,
             lossless=composition.verifying.lossless,
-            seconds={"target": arrived - began},
+            seconds={"target": seconds},
         )
-        rows = self.rows._replace(context=context.append(verdict.tokens, committed))
-        if bool(finished.any()):
-            stay = (~finished).nonzero()[:, 0]
-            rows, self.at = rows.select(stay), self.at[stay]
-        self.rows, self.number, self.stale = rows, self.number + 1, True
-        round.seconds["total"] = perf_counter() - began  # type: ignore[index]
-        return round
-
-    def _refuse(self, found: np.ndarray) -> None:
-        """Raise ValueError for logits that have no distribution."""
-        if found[:, FINITE : DRAWN + 1].all():
-            return
-        for column, whose in ((FINITE, "logits"), (DRAWN, "the draft's logits")):
-            if not found[:, column].all():
-                b = int(found[:, column].argmin())
-                raise ValueError(
-                    f"{whose} of row {b} have NaN, +inf or nothing but -inf, which is no distribution: a model in float16 may need bfloat16 or "
-                    "float32"
-                )
 
     def compact(self) -> None:
         """Move the rows that go on to the first rows of the caches, and tell these what they hold; no round may be in flight."""
@@ -306,6 +294,34 @@ class Rounds:
             self.carry = self.program.carry[to_device(stay, self.program.carry.device)]
         self.at = torch.arange(context.batch)
         self.whole, self.stale = context.batch, False
+
+
+def _kind(composition: Composition, drafts: bool) -> tuple[Any, Sampling, Sampling]:
+    """How a round decides, as ``MicroBatch.verify`` chooses; the target's sampling, and the draft's, if it ``drafts``."""
+    verdict = "coupled" if type(composition.verifier) is Coupled else "rejection"
+    if composition.verifying.takes_logits and composition.sampling.only_temperature:
+        verdict = "fused"
+    own = cast(Any, composition.draft).sampling if drafts else None
+    return verdict, composition.sampling, own or composition.sampling
+
+
+def _ends(context: Context) -> Tensor:
+    """``[B, 3]`` lengths and last two tokens."""
+    last = context.length[:, None] + torch.tensor([-2, -1])
+    return torch.cat([context.length[:, None], context.tokens.gather(1, last)], 1)
+
+
+def _check_finite(found: np.ndarray) -> None:
+    """Raise ValueError for logits that have no distribution."""
+    if found[:, FINITE : DRAWN + 1].all():
+        return
+    for column, whose in ((FINITE, "logits"), (DRAWN, "the draft's logits")):
+        if not found[:, column].all():
+            b = int(found[:, column].argmin())
+            raise ValueError(
+                f"{whose} of row {b} have NaN, +inf or nothing but -inf, which is no distribution: a model in float16 may need bfloat16 or "
+                "float32"
+            )
 
 
 def _decisions(found: np.ndarray, budget: Tensor | None) -> tuple[Proposal, Verdict]:

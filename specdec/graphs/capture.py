@@ -107,9 +107,8 @@ class CudaGraphs:
         return made
 
     def _capture(self, body: Body) -> _Graph:
-        if (
-            not self._alive
-        ):  # the allocator drops a pool with its last graph, and does not take its handle again
+        # The allocator drops a pool with its last graph, and does not take its handle again.
+        if not self._alive:
             self._pool = torch.cuda.graph_pool_handle()
         pool, graph = self._pool, torch.cuda.CUDAGraph()
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +34,7 @@ class Drawn(NamedTuple):
         return Proposal.chain(self.tokens, budget, self.probs, "point" if self.probs is None else "sampled")
 
 
-class Shape(NamedTuple):
+class ChainShape(NamedTuple):
     """What a chain is captured for: ``rows`` with at most ``queries`` committed tokens to feed first, ``steps`` draws, ``length`` slots."""
 
     rows: int
@@ -51,7 +52,7 @@ class Chain(Program):
         forward: as ``Packed.forward``. store: where keys and values go. shape: what it is captured for. device: of the model.
     """
 
-    def __init__(self, forward: Forward, store: StaticStore, shape: Shape, device: torch.device):
+    def __init__(self, forward: Forward, store: StaticStore, shape: ChainShape, device: torch.device):
         self.forward, self.store, self.shape = forward, store, shape
         R, T = shape.rows, shape.rows * shape.queries
         self.staged = Staged(
@@ -166,11 +167,9 @@ def propose(
     B, N, memory = text.batch, int(budget.max()), memory_of(cache)
     if N < 1 or sampling.reads_context or memory is None:
         return None
-    uniforms = None
-    if not sampling.greedy:
-        uniforms = uniforms_of(rng, text, N)
-        if uniforms is None:
-            return None
+    uniforms = uniforms_of(rng, text, N, sampling)
+    if uniforms is None:
+        return None
     some = None if int(budget.min()) > 0 else (budget > 0).nonzero()[:, 0]
     steps = model.steps
     packed, _ = model._plan(cache, text, None, None, some)
@@ -182,7 +181,7 @@ def propose(
     slots, table, page = held(cache, [r._replace(end=end) for r, end in zip(packed.rows, ends)])
     bucket = bucket_of(counts, [1] * len(counts), max(ends), slots)
     R = bucket.rows
-    shape = Shape(R, bucket.queries, N, bucket.length, sampling, vocab_size)
+    shape = ChainShape(R, bucket.queries, N, bucket.length, sampling, vocab_size)
 
     def make(store: StaticStore) -> Chain:
         return Chain(steps.forward, store, shape, steps.device)
@@ -205,9 +204,8 @@ def propose(
         if table is not None:
             tabulate(array["table"], [table[r.b] for r in packed.rows])
         pad(array["limit"], limits)
-        if uniforms is not None:
-            array["uniforms"][:, :live] = uniforms[:, [r.b for r in packed.rows]]
-            array["uniforms"][:, live:] = 0
+        array["uniforms"][:, :live] = uniforms[:, [r.b for r in packed.rows]]
+        array["uniforms"][:, live:] = 0
         chain.staged.send()
 
     with torch.inference_mode():
@@ -229,8 +227,18 @@ def propose(
     return Drawn(tokens, probs)
 
 
-def uniforms_of(rng: Rng, text: Context, count: int) -> Any:
-    """``[N, B]`` the uniforms that ``rng`` draws a chain's tokens with; ``None`` where it is not a ``Philox``."""
+def first_rows(chain: Program | None, rows: int) -> Drawn | None:
+    """What a captured chain draws in its first rows; ``None`` without one."""
+    if chain is None:
+        return None
+    tokens, probs = chain.replay()  # the next replay overwrites them
+    return Drawn(tokens[:rows].clone(), None if probs is None else probs[:rows].clone())
+
+
+def uniforms_of(rng: Rng, text: Context, count: int, sampling: Sampling) -> Any:
+    """``[N, B]`` the uniforms that ``rng`` draws a chain's tokens with, zeros at temperature 0; ``None`` where it is not a ``Philox``."""
+    if sampling.greedy:
+        return np.zeros((count, text.batch))
     attempt = 0
     inner: Any = rng
     while isinstance(inner, Attempt):

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from specdec.cache.ring import Ring
 from specdec.cache.slots import Slots
 from specdec.cache.static import StaticStore
 from specdec.graphs.programs import Programs
+from specdec.graphs.ring_plan import RingPlans
 from specdec.graphs.static import Forward, StaticPlan
 from specdec.kernels.attention.lowered import Lowered
 from specdec.types import Context
@@ -163,3 +165,33 @@ class Drafting(ABC):
         may be overwritten. What is carried is taken over between rounds.
         """
         return None
+
+
+class RingDrafting(Drafting):
+    """A draft in the step whose state has its memory in a ``ring``, and whose ``programs`` keep it.
+
+    Rows of the memory that the batch does not use are padding, which writes to their own slots.
+    """
+
+    def __init__(self, memory: Ring, whole: bool = False):
+        self.store = StaticStore(memory)
+        self.plans = RingPlans(memory, self.store, whole)
+        self.rows = memory._whole[0].shape[1]
+
+    @staticmethod
+    def memory(state: Any) -> Ring | None:
+        ring: Ring | None = state.ring
+        return ring
+
+    @staticmethod
+    def programs(draft: Any) -> Programs:
+        programs: Programs = draft.programs
+        return programs
+
+    @staticmethod
+    def select(memory: Ring, rows: Tensor, context: Context) -> Ring:
+        return memory.select(rows)
+
+    @staticmethod
+    def join(memory: Ring, other: Ring, target_cache: object) -> Ring:
+        return memory.followed_by(other)

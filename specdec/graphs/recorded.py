@@ -114,13 +114,16 @@ class Watching(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.overloadpacket.__name__ == "lift_fresh" and not args[0].dim():  # a number in the code
             return args[0]
+        out = self.by_parts(func, args, kwargs)
+        return func(*args, **kwargs) if out is NotImplemented else out
+
+    def by_parts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a composite operator returns, whose parts come here in turn; otherwise ``NotImplemented``, after a check (``refuse``)."""
         self.refuse(func, args, kwargs)
-        if _composite(func):  # a composite operator, whose parts are watched
-            with self:
-                out = func.decompose(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
-        return func(*args, **kwargs)
+        if not _composite(func):
+            return NotImplemented
+        with self:
+            return func.decompose(*args, **kwargs)
 
     def refuse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise NotCapturable for an operator that cannot be captured."""
@@ -165,12 +168,9 @@ class Recording(Watching):
             self.made.add(_storage(args[0]))
             self.calls.append((func, args, {"value": args[0].item()}, None))
             return args[0]
-        self.refuse(func, args, kwargs)
-        if _composite(func):  # a composite operator, whose parts are recorded
-            with self:
-                out = func.decompose(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
+        out = self.by_parts(func, args, kwargs)
+        if out is not NotImplemented:
+            return out
         given = _tensors((args, kwargs))
         for t in given:
             if _storage(t) not in self.made:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.cache.ring import Ring
 from specdec.cache.static import StaticStore
-from specdec.graphs.chain import Drawn, Draws, uniforms_of
+from specdec.graphs.chain import Drawn, Draws, first_rows, uniforms_of
 from specdec.graphs.programs import Programs
 from specdec.graphs.ring_plan import RingPlan, RingPlans
 from specdec.graphs.staging import Program, Staged, pad
@@ -28,7 +28,7 @@ from specdec.types import Context
 Forward = Callable[[int, Tensor, RingPlan], Tensor | None]
 
 
-class Shape(NamedTuple):
+class RingShape(NamedTuple):
     """What a chain is captured for: the first ``rows`` of the memory, and ``steps`` draws.
 
     ``earlier``: a forward before them, for rows that lack two tokens of the text; in other rows the last token is fed twice.
@@ -49,7 +49,7 @@ class RingChain(Program):
         ring: in the memory of ``store``.
     """
 
-    def __init__(self, ring: Ring, store: StaticStore, shape: Shape, device: torch.device):
+    def __init__(self, ring: Ring, store: StaticStore, shape: RingShape, device: torch.device):
         self.store, self.shape, self.plans = store, shape, RingPlans(ring, store)
         R = shape.rows
         fields = {
@@ -87,7 +87,7 @@ def drawn(
     budget: Tensor,
     rng: Rng,
     sampling: Sampling,
-    make: Callable[[StaticStore, Shape], RingChain],
+    make: Callable[[StaticStore, RingShape], RingChain],
     vocab_size: int | None = None,
     first: Tensor | None = None,
 ) -> Drawn | None:
@@ -101,15 +101,14 @@ def drawn(
     """
     if sampling.reads_context or not known(ring.mask):  # a user's mask need not consist of operators
         return None
-    uniforms, B, steps = None, context.batch, int(budget.max())
-    if not sampling.greedy:
-        uniforms = uniforms_of(rng, context, steps)
-        if uniforms is None:
-            return None
+    B, steps = context.batch, int(budget.max())
+    uniforms = uniforms_of(rng, context, steps, sampling)
+    if uniforms is None:
+        return None
     base = context.length - 1
     first = base if first is None else first
     rows = min(power(B), ring._whole[0].shape[1])
-    shape = Shape(rows, steps, sampling, vocab_size, earlier=bool((first < base).any()), mask=ring.mask)
+    shape = RingShape(rows, steps, sampling, vocab_size, earlier=bool((first < base).any()), mask=ring.mask)
 
     def update(chain: Any) -> None:
         array = chain.staged.begin()
@@ -118,13 +117,8 @@ def drawn(
             pad(array[positions], at)
         pad(array["limit"], budget)
         array["uniforms"][:] = 0
-        if uniforms is not None:
-            array["uniforms"][:, :B] = uniforms
+        array["uniforms"][:, :B] = uniforms
         chain.staged.send()
 
     with torch.inference_mode():
-        chain = programs.program(ring, shape, lambda store: make(store, shape), update)
-        if chain is None:
-            return None
-        tokens, probs = chain.replay()  # the next replay overwrites them
-        return Drawn(tokens[:B].clone(), None if probs is None else probs[:B].clone())
+        return first_rows(programs.program(ring, shape, lambda store: make(store, shape), update), B)

@@ -60,12 +60,15 @@ class RingPlans:
     """The plans of chains over a ring.
 
     Args:
-        ring: in the memory of ``store``, whose first rows are those of the chains.
+        ring: in the memory of ``store``, whose first rows are those of the chains. whole: it never wraps: a slot is a position, also one of
+            the extra slots.
     """
 
-    def __init__(self, ring: Ring, store: StaticStore):
+    def __init__(self, ring: Ring, store: StaticStore, whole: bool = False):
         self.row = store.slots
         self.sinks, self.size, self.window = ring.sinks, ring.size, ring.window
+        if whole:
+            self.size = self.window = ring.slots
         self.mask = ring.mask if ring.narrower else None
 
     def of(self, position: Tensor, each: int = 1) -> list[RingPlan]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from specdec.cache.ring import Ring
 from specdec.cache.static import StaticStore
 from specdec.graphs.chain import Drawn
-from specdec.graphs.ring_chain import Forward, RingChain, Shape, drawn
+from specdec.graphs.ring_chain import Forward, RingChain, RingShape, drawn
 from specdec.graphs.ring_plan import RingPlan
 from specdec.graphs.static import Forward as Packed
 from specdec.rng import Rng
@@ -21,7 +21,7 @@ from specdec.types import Context
 class WindowedChain(RingChain):
     """The chain of a packed model; ``run``: as ``Packed.forward``."""
 
-    def __init__(self, run: Packed, ring: Ring, store: StaticStore, shape: Shape, device: torch.device):
+    def __init__(self, run: Packed, ring: Ring, store: StaticStore, shape: RingShape, device: torch.device):
         super().__init__(ring, store, shape, device)
         self.run = run
 
@@ -59,7 +59,7 @@ def propose(
         model.prefill(cache, text)
         first = cache.matched(text)
 
-    def make(store: StaticStore, shape: Shape) -> WindowedChain:
+    def make(store: StaticStore, shape: RingShape) -> WindowedChain:
         return WindowedChain(steps.forward, cache, store, shape, steps.device)
 
     made = drawn(steps, cache, text, budget, rng, sampling, make, vocab_size, torch.tensor(first))

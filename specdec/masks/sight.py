@@ -10,7 +10,6 @@ from torch import Tensor
 from specdec.masks.function import Function
 from specdec.masks.mask import Mask, check_masks
 from specdec.masks.positions import InCache, OriginalText
-from specdec.masks.reach import Reach
 from specdec.masks.streaming import streaming
 from specdec.masks.text import known
 from specdec.masks.tree import Tree
@@ -124,17 +123,13 @@ def _probe(mask: Mask, queries: Tensor, keys: Tensor) -> None:
     if not seen.any(1).all():
         raise ValueError(_blind(mask, int(queries[~seen.any(1)][0])))
     if mask.reach is not None:
-        far = seen & ~_within(mask.reach, queries[:, None], keys)
+        far = seen & ~((keys < mask.reach.sinks) | (keys > queries[:, None] - mask.reach.window))
         if far.any():
             q, p = (int(t[0]) for t in far.nonzero(as_tuple=True))
             raise ValueError(
                 f"{mask!r} declares the reach {mask.reach} and lets position {int(queries[q])} see position {int(keys[p])}: declare a "
                 "reach that covers all positions it shows, or None"
             )
-
-
-def _within(reach: Reach, queries: Tensor, keys: Tensor) -> Tensor:
-    return (keys < reach.sinks) | (keys > queries - reach.window)
 
 
 def _blind(mask: Mask, query: int) -> str:

@@ -49,9 +49,8 @@ def reading(
             share_prompts(model, cache, context, rows)
         lent = NOTHING
         if model.prefixes is not None:
-            done = (
-                set() if read is None else set(read.row.tolist())
-            )  # the call that read them keeps their blocks
+            # The call that read them keeps their blocks.
+            done = set() if read is None else set(read.row.tolist())
             unread = [b for b in empty if b not in done and length[b] <= cache.capacity]
             lent = model.prefixes.lend(cache, context, unread, taps) if unread else NOTHING
             found = [0] * len(found) if model.prefixes.stale else found

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 
 from specdec.configs import setting
@@ -132,7 +131,7 @@ def _check(model: Any, made: Any, tokens: int = 24) -> None:
                 other=False,
             ) from failed
         ours = both[1](input_ids=ids.to(at), use_cache=False).logits.float()
-    error = _relative(ours, theirs)
+    error = float((ours - theirs).abs().max() / theirs.abs().max())
     bound = 64 * torch.finfo(made.dtype).eps
     if not error <= bound:
         raise refuse(
@@ -144,7 +143,3 @@ def _check(model: Any, made: Any, tokens: int = 24) -> None:
 
 def _plain_id(special: set[Any]) -> int:
     return next(i for i in range(len(special) + 1) if i not in special)
-
-
-def _relative(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).abs().max() / theirs.abs().max())

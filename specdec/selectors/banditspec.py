@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec.arguments import number
 from specdec.rng import Rng
 from specdec.selectors.exp3 import Weighted, Weighting, softmax, weigh
-from specdec.selectors.matching import assign, checked, draw
+from specdec.selectors.matching import assign, checked
 from specdec.selectors.statistics import (
     PULLS,
     REWARD,
@@ -90,18 +90,9 @@ class EXP3Spec(Weighting):
         poolable(self.pool)
         positive("length", self.length)
 
-    def select(
-        self, state: Weighted, context: Context, capacities: Tensor, rng: Rng
-    ) -> tuple[Tensor, Tensor, Weighted]:
-        arms = state.table.arms
-        room = checked(capacities, arms, context.batch)
-        rows, table = state.table.seat(self.pool, context)
-        sums = table.sums[rows]
-        t = sums[..., PULLS].sum(-1, keepdims=True) + 1
-        distribution = softmax(-np.sqrt(np.log(arms) / (t * arms)) * sums[..., REWARD])
-        arm, prob = draw(distribution, room, rng, context.length)
-        pending = state.pending.remember(context.request.tolist(), arm, prob)
-        return torch.from_numpy(arm), torch.from_numpy(prob).float(), Weighted(table, pending)
+    def distribution(self, sums: np.ndarray) -> np.ndarray:
+        arms, t = sums.shape[1], sums[..., PULLS].sum(-1, keepdims=True) + 1
+        return softmax(-np.sqrt(np.log(arms) / (t * arms)) * sums[..., REWARD])
 
     def update(self, state: Weighted, feedback: Feedback) -> Weighted:
         arm, columns = seen(feedback, state.table.arms)

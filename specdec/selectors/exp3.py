@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,8 +24,21 @@ class Weighted(NamedTuple):
     pending: Pending
 
 
-class Weighting(Pooled):
-    """What selectors have in common whose state is ``Weighted``."""
+class Weighting(Pooled, ABC):
+    """What selectors have in common that draw an arm from a distribution over their ``Weighted`` state."""
+
+    @abstractmethod
+    def distribution(self, sums: np.ndarray) -> np.ndarray:
+        """``[B, arms]`` by the sums ``[B, arms, 4]`` of each row."""
+
+    def select(
+        self, state: Weighted, context: Context, capacities: Tensor, rng: Rng
+    ) -> tuple[Tensor, Tensor, Weighted]:
+        room = checked(capacities, state.table.arms, context.batch)
+        rows, table = state.table.seat(self.pool, context)
+        arm, prob = draw(self.distribution(table.sums[rows]), room, rng, context.length)
+        pending = state.pending.remember(context.request.tolist(), arm, prob)
+        return torch.from_numpy(arm), torch.from_numpy(prob).float(), Weighted(table, pending)
 
     def init(self, arms: int) -> Weighted:
         return Weighted(Table.empty(arms), Pending({}))
@@ -57,16 +71,9 @@ class EXP3(Weighting):
         if not 0 < self.gamma <= 1:
             raise ValueError(f"gamma is {self.gamma}: give a number in (0, 1]")
 
-    def select(
-        self, state: Weighted, context: Context, capacities: Tensor, rng: Rng
-    ) -> tuple[Tensor, Tensor, Weighted]:
-        arms = state.table.arms
-        room = checked(capacities, arms, context.batch)
-        rows, table = state.table.seat(self.pool, context)
-        distribution = (1 - self.gamma) * softmax(self.gamma / arms * table.sums[rows][..., REWARD])
-        arm, prob = draw(distribution + self.gamma / arms, room, rng, context.length)
-        pending = state.pending.remember(context.request.tolist(), arm, prob)
-        return torch.from_numpy(arm), torch.from_numpy(prob).float(), Weighted(table, pending)
+    def distribution(self, sums: np.ndarray) -> np.ndarray:
+        share = self.gamma / sums.shape[1]
+        return (1 - self.gamma) * softmax(share * sums[..., REWARD]) + share
 
     def update(self, state: Weighted, feedback: Feedback) -> Weighted:
         arm, columns = seen(feedback, state.table.arms)

@@ -62,9 +62,8 @@ class Opening:
         if not B:
             return np.zeros(0, dtype=np.int64)
         known, pulls = sums[..., TOKENS] > 0, np.maximum(sums[..., PULLS], 1)
-        slow = np.where(
-            known, pulls / np.maximum(sums[..., TOKENS], 1e-9), 1e3
-        )  # an arm never tried is the worst
+        # An arm never tried is the worst.
+        slow = np.where(known, pulls / np.maximum(sums[..., TOKENS], 1e-9), 1e3)
         own = np.maximum(sums[..., SECONDS] / pulls - fixed / self.batch, 1e-9 * sums[..., SECONDS].max())
         own = np.where(known, own, own.max())
         sets = self._sets

@@ -123,9 +123,8 @@ def _all_rejected(p: Tensor, q: Tensor, k: int) -> Tensor:
     if k == 1:
         return 1 - torch.minimum(p, q).sum(-1)
     rejected, rest = (q - p).clamp(min=0), _normalised((p - q).clamp(min=0))
-    if (
-        k == 2
-    ):  # a rejected token has none of the rest, so the second draw is from q / (1 - q of that token) wherever it matters
+    # A rejected token has none of the rest, so the second draw is from q / (1 - q of that token) wherever it matters.
+    if k == 2:
         scale = torch.where(q < 1, 1 / (1 - q), 0)
         ratio, order = torch.where(q > 0, rest / q, torch.inf).sort(-1)
         below = torch.nn.functional.pad(rest.gather(-1, order).cumsum(-1), (1, 0))

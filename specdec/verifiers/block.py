@@ -15,7 +15,7 @@ from specdec.capabilities import VerifierInfo
 from specdec.kernels.device import to_device
 from specdec.rng import ACCEPT, Key, Rng
 from specdec.types import Context, Proposal, Verdict
-from specdec.verifiers.rejection import Rejection, draw_bonus, drawn_from, residual
+from specdec.verifiers.rejection import Rejection, after_chain, draw_bonus, drawn_from
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,17 @@ class BlockVerification(Rejection):
             )
 
     def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
-        B, N = proposal.tokens.shape
+        N = proposal.nodes
         if N == 0:
             return super().__call__(proposal, probs, context, rng)
-        rows, nodes = (torch.arange(n, device=probs.device) for n in (B, N))
+        nodes = torch.arange(N, device=probs.device)
         size = to_device(proposal.size, probs.device)
         tokens = torch.where(nodes < size[:, None], proposal.tokens, 0)
         weight, chance = tests(proposal, probs, tokens, size)
         key = Key(context.length[:, None], torch.arange(N), 0, ACCEPT)
         accepted = rng.accept(chance, key).long().cumprod(1).sum(1)
-        at = accepted.clamp(max=N - 1)  # the rejected node, in rows that have one
-        p = probs[rows, accepted]
-        q = drawn_from(proposal, rows, at, tokens[rows, at], p)
-        left = residual(weight[rows, accepted, None].to(p) * p, q)
-        bonus = draw_bonus(torch.where((accepted < size)[:, None], left, p), accepted, context, rng, N)
+        distribution = after_chain(proposal, probs, tokens, size, accepted, weight)
+        bonus = draw_bonus(distribution, accepted, context, rng, N)
         path = torch.where(nodes < accepted[:, None], nodes, -1)
         return Verdict.of(proposal, path, accepted, bonus, checked=True)
 

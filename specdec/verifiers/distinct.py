@@ -59,8 +59,6 @@ class DistinctTransport(Rejection):
         check_distinct(proposal, type(self).__name__)
 
     def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
-        if proposal.probs is None:
-            return super().__call__(proposal, probs, context, rng)
         return descend(proposal, probs, context, rng, partial(rule, most=self.most), merge=False)
 
 
@@ -111,9 +109,8 @@ def rule(
         ValueError: there are more than ``most`` sets.
     """
     chance, rest = torch.zeros(tokens.shape, dtype=torch.float64), p.cpu().clone()
-    plans: dict[
-        tuple[bytes, bytes, int], tuple[np.ndarray, np.ndarray, np.ndarray]
-    ] = {}  # equal rows share one
+    # Equal rows share a plan.
+    plans: dict[tuple[bytes, bytes, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
     for b in asked.any(1).nonzero()[:, 0].tolist():
         mine = asked[b].nonzero()[:, 0].cpu()
         drawn = tokens[b, mine].tolist()

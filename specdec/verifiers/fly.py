@@ -17,7 +17,7 @@ from specdec.capabilities import VerifierInfo
 from specdec.kernels.device import to_device
 from specdec.rng import ACCEPT, Key, Rng
 from specdec.types import Context, Proposal, Verdict
-from specdec.verifiers.rejection import Rejection, draw_bonus, drawn_from, residual
+from specdec.verifiers.rejection import Rejection, after_chain, draw_bonus
 
 LARGEST = 3  # probabilities whose entropy is taken
 
@@ -63,10 +63,10 @@ class FLy(Rejection):
             )
 
     def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
-        B, N = proposal.tokens.shape
+        N = proposal.nodes
         if N == 0:
             return super().__call__(proposal, probs, context, rng)
-        rows, nodes = (torch.arange(n, device=probs.device) for n in (B, N))
+        nodes = torch.arange(N, device=probs.device)
         size = to_device(proposal.size, probs.device)
         live = nodes < size[:, None]
         tokens = torch.where(live, proposal.tokens, 0)
@@ -80,9 +80,7 @@ class FLy(Rejection):
         followed = after.unfold(1, self.window, 1).all(-1)
         stands = passes | (live & uncertain & followed & (p > 0))
         accepted = stands.long().cumprod(1).sum(1)
-        at, here = accepted.clamp(max=N - 1), probs[rows, accepted]
-        left = residual(here, drawn_from(proposal, rows, at, tokens[rows, at], here))
-        distribution = torch.where((accepted < size)[:, None], left, here)
+        distribution = after_chain(proposal, probs, tokens, size, accepted)
         bonus = draw_bonus(distribution, accepted, context, rng, N)
         path = torch.where(nodes < accepted[:, None], nodes, -1)
         return Verdict.of(proposal, path, accepted, bonus, checked=True)

@@ -45,8 +45,6 @@ class KSeq(Rejection):
         check_independent(proposal, type(self).__name__)
 
     def __call__(self, proposal: Proposal, probs: Tensor, context: Context, rng: Rng) -> Verdict:
-        if proposal.probs is None:
-            return super().__call__(proposal, probs, context, rng)
         return descend(proposal, probs, context, rng, rule, merge=True)
 
 

@@ -34,13 +34,14 @@ def descend(
 ) -> Verdict:
     """At each level one candidate is accepted and its children are the next candidates; or none is, and the bonus token ends the block.
 
-    Rows of point masses are verified as by ``Rejection``.
+    Point masses are verified as by ``Rejection``.
 
     Args:
-        proposal: of drawn nodes, not point masses.
         merge: if siblings of the accepted node have its token, their children are candidates, too, provided that they were drawn from the
             same distribution. So several chains go on together as long as they are equal.
     """
+    if proposal.probs is None:
+        return Rejection()(proposal, probs, context, rng)
     points = of_points(proposal)
     if bool(points.any()):
         if bool(points.all()):
@@ -62,7 +63,6 @@ def descend(
     for depth in range(levels):
         asked = live & inside.gather(1, up)
         first = asked.int().argmax(1)
-        assert proposal.probs is not None
         sources = proposal.sources(device)
         q = proposal.probs[rows, sources[rows, first]]
         if merge:

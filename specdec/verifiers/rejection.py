@@ -139,21 +139,36 @@ def verify_chain(
     accepts = rng.accept(torch.where(live, p / q, 0), key) & live
     accepted = accepts.long().cumprod(1).sum(1)
     path = torch.where(n < accepted[:, None], n, -1)
-    distribution = probs[rows, accepted]
     if not probs.is_cpu:  # for all rows, so that the host need not wait to learn which rejected a node
-        at = accepted.clamp(max=N - 1)
-        drafted = drawn_from(proposal, rows, at, tokens[rows, at], distribution)
-        return (
-            path,
-            accepted,
-            torch.where((accepted < size)[:, None], residual(distribution, drafted), distribution),
-        )
+        return path, accepted, after_chain(proposal, probs, tokens, size, accepted)
+    distribution = probs[rows, accepted]
     cut = (accepted < size).nonzero()[:, 0]  # rows that rejected a node
     if len(cut):
         at, left = accepted[cut], distribution[cut]
         drafted = drawn_from(proposal, cut, at, tokens[cut, at], left)
         distribution = distribution.index_copy(0, cut, residual(left, drafted))
     return path, accepted, distribution
+
+
+def after_chain(
+    proposal: Proposal,
+    probs: Tensor,
+    tokens: Tensor,
+    size: Tensor,
+    accepted: Tensor,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """``[B, V]`` the distribution of the token after ``accepted [B]`` nodes of each chain: ``residual(a p, q)`` where the next was rejected, else p.
+
+    Args:
+        tokens: ``[B, N]``, valid ids where there is no node. size: ``[B]``. weight: ``[B, N + 1]``, the a of each number of accepted nodes, by
+            default 1. All are where ``probs`` are.
+    """
+    rows, at = torch.arange(len(tokens), device=probs.device), accepted.clamp(max=tokens.shape[1] - 1)
+    p = probs[rows, accepted]
+    q = drawn_from(proposal, rows, at, tokens[rows, at], p)
+    left = residual(p if weight is None else weight[rows, accepted, None].to(p) * p, q)
+    return torch.where((accepted < size)[:, None], left, p)
 
 
 def drawn_from(proposal: Proposal, rows: Tensor, node: Tensor, token: Tensor, like: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from specdec.cache.static import StaticStore
 from specdec.drafts.heads.contract import Sight
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.slots import HeadState, whole
-from specdec.graphs.chain import Drawn, Draws, uniforms_of
+from specdec.graphs.chain import Drawn, Draws, first_rows, uniforms_of
 from specdec.graphs.programs import Programs
 from specdec.graphs.staging import Program, Staged, pad
 from specdec.graphs.static import SHORTEST, StaticPlan, power
@@ -32,7 +32,7 @@ from specdec.sampling import Sampling
 from specdec.types import Context
 
 
-class Shape(NamedTuple):
+class HeadShape(NamedTuple):
     """What a chain is captured for: the first ``rows`` of the memory and the first ``length`` slots of each, and ``steps`` draws.
 
     ``carried`` and ``kept`` are the shape and the dtype of what ``read`` carried for a row; ``None`` if nothing was.
@@ -53,7 +53,7 @@ class HeadChain(Program):
         ring: in the memory of ``store``; its extra slots are those of the block.
     """
 
-    def __init__(self, head: HeadModel, ring: Ring, store: StaticStore, shape: Shape):
+    def __init__(self, head: HeadModel, ring: Ring, store: StaticStore, shape: HeadShape):
         self.head, self.store, self.shape = head, store, shape
         # Not the ring itself, which would hold its lease: its memory would never be lent again.
         self.sinks, self.size, self.extra = ring.sinks, ring.size, ring.extra
@@ -198,18 +198,16 @@ def drawn(
         return None
     if bool(((context.length - 1 - state.known)[budget > 0] != 0).any()):
         return None  # the text is ahead of what was read
-    uniforms = None
-    if not sampling.greedy:
-        uniforms = uniforms_of(rng, context, steps)
-        if uniforms is None:
-            return None
+    uniforms = uniforms_of(rng, context, steps, sampling)
+    if uniforms is None:
+        return None
     memo = state.carry
     carried = None if memo is None else tuple(memo.shape[1:])
     kept = None if memo is None else memo.dtype
     length = ring.slots
     if whole(ring):
         length = min(power(int(state.known.max()) + ring.extra, SHORTEST), length)
-    shape = Shape(min(power(B), ring._whole[0].shape[1]), length, steps, sampling, carried, kept)
+    shape = HeadShape(min(power(B), ring._whole[0].shape[1]), length, steps, sampling, carried, kept)
 
     def make(store: StaticStore) -> HeadChain:
         return HeadChain(head, ring, store, shape)
@@ -220,15 +218,10 @@ def drawn(
         pad(array["anchor"], state.known)
         pad(array["limit"], budget)
         array["uniforms"][:] = 0
-        if uniforms is not None:
-            array["uniforms"][:, :B] = uniforms
+        array["uniforms"][:, :B] = uniforms
         chain.staged.send()
         if state.carry is not None:
             chain.carry[:B].copy_(to_device(state.carry, chain.carry.device))
 
     with torch.inference_mode():
-        chain = programs.program(ring, (shape, ring.extra), make, update)
-        if chain is None:
-            return None
-        tokens, probs = chain.replay()  # the next replay overwrites them
-        return Drawn(tokens[:B].clone(), None if probs is None else probs[:B].clone())
+        return first_rows(programs.program(ring, (shape, ring.extra), make, update), B)

@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec.arguments import at_least
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.slots import SlotAnchors
-from specdec.drafts.heads.within import within
+from specdec.drafts.heads.within import check_marginal, marginals
 from specdec.kernels.device import to_device
 from specdec.kernels.topk import topk
 from specdec.rng import Rng
@@ -41,11 +41,7 @@ class DDTree:
 
     def check(self, head: HeadModel) -> None:
         """As ``Grower.check``."""
-        if not head.marginal:
-            raise ValueError(
-                f"DDTree takes one distribution for each depth, and those of this {type(head).__name__} depend on the tokens before: use "
-                "Chain or DynamicTree"
-            )
+        check_marginal("DDTree", head)
 
     def nodes(self, length: int) -> int:
         return self.total if length > 0 else 0
@@ -62,13 +58,8 @@ class DDTree:
         rng: Rng,
     ) -> Proposal:
         """As ``Grower.grow``."""
-        first, found = given.shape[1] - 1, []
-        for n in range(first + int(budget.max())):
-            logits, memo = head.step(n, memo, given[:, min(n, first)], at)
-            if n >= first:
-                if n == first:
-                    logits = within(head, logits[:, None], context, sampling)[:, 0]
-                found.append(topk(logits.log_softmax(-1), min(self.total, head.outputs)))
+        each = marginals(head, at, memo, given, context, int(budget.max()), sampling)
+        found = [topk(logits.log_softmax(-1), min(self.total, head.outputs)) for logits in each]
         scores = torch.stack([one.values for one in found], 1).tolist()  # [R, depth, K]
         ids = head.ids[torch.stack([one.indices for one in found], 1)]
         nodes = [self._best(row[:depth]) for row, depth in zip(scores, budget.tolist())]

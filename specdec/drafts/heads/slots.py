@@ -111,9 +111,8 @@ def empty(
     reach = None if mask is None else mask.reach
     if reach is None:
         window = max(capacity, 1)
-        if (
-            lend is not None
-        ):  # as the target's cache with graphs, so that both change at once: captured rounds hold both
+        # As in the target's cache with graphs, so that both change at once: captured rounds hold both.
+        if lend is not None:
             window += 64 - window % 64
         sinks, block = 0, 1
     else:

@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec.arguments import at_least, whole
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.slots import SlotAnchors
-from specdec.drafts.heads.within import within
+from specdec.drafts.heads.within import check_marginal, marginals
 from specdec.kernels.topk import topk
 from specdec.rng import Rng
 from specdec.sampling import Sampling
@@ -102,11 +102,7 @@ class StaticTree:
 
     def check(self, head: HeadModel) -> None:
         """As ``Grower.check``."""
-        if not head.marginal:
-            raise ValueError(
-                f"StaticTree takes one distribution for each depth, and those of this {type(head).__name__} depend on the tokens before: use "
-                "Chain or DynamicTree"
-            )
+        check_marginal("StaticTree", head)
         if self._ranks() > head.outputs:
             raise ValueError(
                 f"paths has a rank of {self._ranks() - 1}, and this {type(head).__name__} proposes {head.outputs} ids: give ranks below that"
@@ -130,13 +126,9 @@ class StaticTree:
         rng: Rng,
     ) -> Proposal:
         """As ``Grower.grow``."""
-        first, deepest, found = given.shape[1] - 1, min(int(budget.max()), self.longest), []
-        for n in range(first + deepest):
-            logits, memo = head.step(n, memo, given[:, min(n, first)], at)
-            if n >= first:
-                if n == first:
-                    logits = within(head, logits[:, None], context, sampling)[:, 0]
-                found.append(topk(logits, self._ranks()).indices)
+        deepest = min(int(budget.max()), self.longest)
+        each = marginals(head, at, memo, given, context, deepest, sampling)
+        found = [topk(logits, self._ranks()).indices for logits in each]
         ids = head.ids[torch.stack(found, 1)]  # [R, depth, rank]
         paths = self.paths[: self.nodes(deepest)]
         place = {path: node for node, path in enumerate(paths)}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from specdec.cache.ring import Ring
-from specdec.cache.static import StaticStore
 from specdec.drafts.heads.captured import StaticPass
 from specdec.drafts.heads.chain import Chain
 from specdec.drafts.heads.contract import Sight
@@ -23,35 +22,25 @@ from specdec.drafts.heads.medusa import Medusa
 from specdec.drafts.heads.mtp import MTP
 from specdec.drafts.heads.peagle import PEagle
 from specdec.drafts.heads.slots import PIECE, HeadState, whole
-from specdec.graphs.drafting import Drafting, Given, Passed
-from specdec.graphs.programs import Programs
-from specdec.graphs.ring_plan import RingPlans
+from specdec.graphs.drafting import Given, Passed, RingDrafting
 from specdec.masks.text import known
-from specdec.types import Context
 
 HEADS = (Eagle3, PEagle, MTP, Medusa, DFlash, DFlash2, DSpark)
 
 
-class HeadDrafting(Drafting):
+class HeadDrafting(RingDrafting):
     """``Drafting`` of a head. From round to round, it carries what it made of the last committed position: its output there, Medusa's state, or nothing.
 
-    Medusa has no slots. Others' slots are those of positions in the text, also for drafted tokens. Rows of the memory that the batch does not use
-    are padding, which writes to their own slots.
+    Medusa has no slots. Others' slots are those of positions in the text, also for drafted tokens, and for blocks at the text's end.
     """
 
     def __init__(self, draft: Head, memory: Ring | None):
         self.model, self.taps = draft.model, draft.info.taps
         if memory is not None:
-            self.store = StaticStore(memory)
-            self.plans = RingPlans(memory, self.store)
-            if whole(memory):
-                # A slot is a position, also one of the extra slots, for blocks at the text's end.
-                self.plans.size = self.plans.window = memory.slots
-            self.rows = memory._whole[0].shape[1]
+            super().__init__(memory, whole(memory))
 
     @staticmethod
     def why_not(draft: Head, target: object, length: int) -> str | None:
-        """As ``Drafting.why_not``."""
         model, kinds = draft.model, ", ".join(kind.__name__ for kind in HEADS)
         if type(model) not in HEADS:
             return f"runs the heads {kinds}, but the draft's head is a {type(model).__name__}"
@@ -72,36 +61,14 @@ class HeadDrafting(Drafting):
 
     @staticmethod
     def modules(draft: Head) -> tuple[Iterable[nn.Module], object]:
-        """As ``Drafting.modules``."""
         return draft.model.with_ends(), draft.model
-
-    @staticmethod
-    def memory(state: HeadState) -> Ring | None:
-        """As ``Drafting.memory``."""
-        return state.ring
 
     @staticmethod
     def carry(state: HeadState) -> Tensor | None:
         """As ``Drafting.carry``: what was read last in each row."""
         return state.carry
 
-    @staticmethod
-    def programs(draft: Head) -> Programs:
-        """As ``Drafting.programs``."""
-        return cast(Programs, draft.programs)
-
-    @staticmethod
-    def select(memory: Ring, rows: Tensor, context: Context) -> Ring:
-        """As ``Drafting.select``."""
-        return memory.select(rows)
-
-    @staticmethod
-    def join(memory: Ring, other: Ring, target_cache: object) -> Ring:
-        """As ``Drafting.join``."""
-        return memory.followed_by(other)
-
     def chain(self, given: Given, state: Tensor) -> Callable[[int, Tensor], Tensor]:
-        """As ``Drafting.chain``."""
         at: Any = _Anchors(self, state[:, 0] - 1, given.longest + self.model.block_slots)
         memo: Any = given.carry
 

@@ -34,7 +34,6 @@ class ViewDrafting(WindowedDrafting):
 
     @staticmethod
     def why_not(draft: Any, target: Any, length: int) -> str | None:
-        """As ``Drafting.why_not``."""
         view: View = draft.view
         draft.check_length(length)
         if view.extra:
@@ -45,12 +44,10 @@ class ViewDrafting(WindowedDrafting):
 
     @staticmethod
     def modules(draft: Any) -> tuple[Iterable[nn.Module], object]:
-        """As ``Drafting.modules``."""
         return draft.view.clone.modules(), draft.view
 
     @staticmethod
     def programs(draft: Any) -> Programs:
-        """As ``Drafting.programs``."""
         return draft.view.steps
 
     @staticmethod
@@ -70,7 +67,6 @@ class ViewDrafting(WindowedDrafting):
         return joined
 
     def chain(self, given: Given, state: Tensor) -> Callable[[int, Tensor], Tensor]:
-        """As ``Drafting.chain``."""
         forward = super().chain(given, state)
         if self.table is None or not self.plans.sinks:
             return forward

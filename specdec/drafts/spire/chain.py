@@ -12,7 +12,7 @@ from specdec.cache.ring import Ring
 from specdec.cache.static import StaticStore
 from specdec.drafts.spire.model import SpireModel
 from specdec.forward.block import rms_norm
-from specdec.graphs.ring_chain import Forward, RingChain, Shape
+from specdec.graphs.ring_chain import Forward, RingChain, RingShape
 from specdec.graphs.ring_plan import RingPlan
 from specdec.kernels.attention import AttentionPlan, attention
 
@@ -20,7 +20,7 @@ from specdec.kernels.attention import AttentionPlan, attention
 class SpireChain(RingChain):
     """The chain of a ``SpireModel``."""
 
-    def __init__(self, model: SpireModel, ring: Ring, store: StaticStore, shape: Shape):
+    def __init__(self, model: SpireModel, ring: Ring, store: StaticStore, shape: RingShape):
         super().__init__(ring, store, shape, model.device)
         self.model = model
 

@@ -32,7 +32,7 @@ from specdec.drafts.spire.unread import Committed, Unread
 from specdec.drafts.stops import Stops, as_stops
 from specdec.graphs.chain import Drawn
 from specdec.graphs.programs import Programs, capture_named
-from specdec.graphs.ring_chain import Shape, drawn
+from specdec.graphs.ring_chain import RingShape, drawn
 from specdec.kernels.device import to_device
 from specdec.models.hf import HFModel
 from specdec.protocols import LanguageModel
@@ -179,7 +179,7 @@ class Spire:
     ) -> Drawn | None:
         assert self.programs is not None
 
-        def make(store: StaticStore, shape: Shape) -> SpireChain:
+        def make(store: StaticStore, shape: RingShape) -> SpireChain:
             return SpireChain(self.model, ring, store, shape)
 
         return drawn(self.programs, ring, context, budget, rng, sampling, make)

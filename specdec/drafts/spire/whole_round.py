@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from specdec.cache.ring import Ring
-from specdec.cache.static import StaticStore
 from specdec.drafts.spire.chain import forwards, write
-from specdec.drafts.spire.draft import Spire, SpireState
+from specdec.drafts.spire.draft import Spire
 from specdec.drafts.spire.model import SpireModel
 from specdec.drafts.stops import why_stop
-from specdec.graphs.drafting import Drafting, Given, Passed
-from specdec.graphs.programs import Programs
-from specdec.graphs.ring_plan import RingPlans
+from specdec.graphs.drafting import Given, Passed, RingDrafting
 from specdec.masks.text import known
-from specdec.types import Context
+from specdec.protocols import LanguageModel
 
 
-class SpireDrafting(Drafting):
-    """``Drafting`` of a SPIRe model. Rows of the memory that the batch does not use are padding, which writes to their own slots."""
+class SpireDrafting(RingDrafting):
+    """``Drafting`` of a SPIRe model."""
 
     def __init__(self, draft: Spire, memory: Ring):
-        self.model, self.taps, self.store = draft.model, draft.model.layers, StaticStore(memory)
-        self.plans = RingPlans(memory, self.store)
-        self.rows = memory._whole[0].shape[1]
+        super().__init__(memory)
+        self.model, self.taps = draft.model, draft.model.layers
 
     @staticmethod
-    def why_not(draft: Spire, target: Any, length: int) -> str | None:
-        """As ``Drafting.why_not``."""
+    def why_not(draft: Spire, target: LanguageModel, length: int) -> str | None:
         model = draft.model
         if type(model) is not SpireModel:
             return f"runs a SpireModel, but the draft's model is a {type(model).__name__}"
@@ -46,31 +40,9 @@ class SpireDrafting(Drafting):
 
     @staticmethod
     def modules(draft: Spire) -> tuple[Iterable[nn.Module], object]:
-        """As ``Drafting.modules``."""
         return draft.model.modules(), draft.model
 
-    @staticmethod
-    def memory(state: SpireState) -> Ring:
-        """As ``Drafting.memory``."""
-        return state.ring
-
-    @staticmethod
-    def programs(draft: Spire) -> Programs:
-        """As ``Drafting.programs``."""
-        return cast(Programs, draft.programs)
-
-    @staticmethod
-    def select(memory: Ring, rows: Tensor, context: Context) -> Ring:
-        """As ``Drafting.select``."""
-        return memory.select(rows)
-
-    @staticmethod
-    def join(memory: Ring, other: Ring, target_cache: object) -> Ring:
-        """As ``Drafting.join``."""
-        return memory.followed_by(other)
-
     def chain(self, given: Given, state: Tensor) -> Callable[[int, Tensor], Tensor]:
-        """As ``Drafting.chain``."""
         position = self._positions(state[:, 0], given.steps).t()
         plans = self.plans.of(position)
         forward = forwards(self.model, self.store, position, given.steps)

@@ -65,9 +65,8 @@ def windows_of(
     qwen = window is None and fields.get("model_type", "qwen3") == "qwen3"
     if kinds is None:
         full = "full_attention" if kind is None else kind
-        sliding = (
-            qwen and used and ("sliding_window" not in fields.values or size is not None)
-        )  # as Qwen3Config
+        # As Qwen3Config.
+        sliding = qwen and used and ("sliding_window" not in fields.values or size is not None)
         kinds = [SLIDING if sliding and i >= first else full for i in range(layers)]
     wrong = [one for one in kinds if one not in (SLIDING, "full_attention")]
     if wrong or len(kinds) < layers:

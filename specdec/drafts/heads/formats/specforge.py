@@ -20,9 +20,8 @@ from specdec.drafts.heads.formats.speculators import with_markov
 from specdec.drafts.heads.formats.zlab import block_of, counted_from_0, sight_of, taps_of
 from specdec.drafts.heads.peagle import PEagle
 
-NESTED = {
-    f"logit_head.{name}.": f"{name}." for name in ("markov_head", "confidence_head")
-}  # of early checkpoints
+# The names of early checkpoints.
+NESTED = {f"logit_head.{name}.": f"{name}." for name in ("markov_head", "confidence_head")}
 
 
 def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size: int) -> Plan:
