@@ -362,24 +362,26 @@ class Round(_Shown):
         verdict: Verdict,
         committed: Tensor,
         budget: Tensor,
+        finished: Tensor | None = None,
         short: Tensor | None = None,
+        probs: Tensor | None = None,
+        arm: Tensor | None = None,
+        arm_prob: Tensor | None = None,
         **others: Any,
     ) -> Round:
-        """A record without what ``others``, the other fields, do not give: of arm 0, and no row is finished.
+        """The record of a round, by default of arm 0; ``others``: the fields that have defaults.
 
         Args:
-            short: ``[B]`` bool, rows whose budget ends with their text; ``None``: no row is truncated.
+            finished, short: ``[B]`` bool, rows that end, and rows whose budget is the end of their text. By default no row is finished or truncated.
         """
-        no = torch.zeros_like(committed, dtype=torch.bool)
-        fields = {
-            "probs": None,
-            "finished": no,
-            "truncated": no if short is None else (committed <= verdict.accepted) | short,
-            "arm": torch.zeros_like(committed),
-            "arm_prob": torch.ones(len(committed)),
-        }
-        fixed = (context, proposal, scores)
-        return Round(*fixed, verdict=verdict, committed=committed, budget=budget, **fields | others)
+        if finished is None or short is None:
+            finished = truncated = torch.zeros_like(committed, dtype=torch.bool)
+        else:
+            truncated = (committed <= verdict.accepted) | short
+        arm = torch.zeros_like(committed) if arm is None else arm
+        arm_prob = torch.ones(len(committed)) if arm_prob is None else arm_prob
+        ends = committed, finished, budget, truncated
+        return Round(context, proposal, scores, probs, verdict, *ends, arm, arm_prob, **others)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -190,16 +190,17 @@ class MicroBatch:
             verdict,
             committed,
             budget,
+            finished,
             short,
-            finished=finished,
-            probs=probs,
+            probs,
+            arm=None if choice is None else choice.arm,
+            arm_prob=None if choice is None else choice.prob,
             target_argmax=target_argmax,
             number=self.number,
             lossless=able.lossless,
             seconds={"draft": drafted.seconds, "target": t, "verify": v}
             if self.number
             else {"prefill": t + v},
-            **{} if choice is None else {"arm": choice.arm, "arm_prob": choice.prob},
         )
         self.spent = drafted.spent
         return round
