@@ -22,13 +22,7 @@ PROMPT = 32
 
 
 def parts(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    window: Reach,
-    lse: bool,
+    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, scale: float, window: Reach, lse: bool
 ) -> list[Part]:
     """One call for each block, merged with those above it."""
     if not plan.ordered or max(plan.counts) > PROMPT:

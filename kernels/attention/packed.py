@@ -102,13 +102,7 @@ class Segmented:
 
 
 def parts(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    window: Reach,
-    lse: bool,
+    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, scale: float, window: Reach, lse: bool
 ) -> list[Part]:
     """One call for each segment of the plan; over pages on a GPU, for each row."""
     if plan.ordered:

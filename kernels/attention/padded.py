@@ -14,13 +14,7 @@ from specdec.kernels.attention.reach import Reach, binding
 
 
 def parts(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    window: Reach,
-    lse: bool,
+    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, scale: float, window: Reach, lse: bool
 ) -> list[Part]:
     """One call for neighbouring rows, as long as the longest of all."""
     widest = max(plan.length)

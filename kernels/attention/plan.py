@@ -303,13 +303,7 @@ class AttentionPlan:
         return made
 
     def folded_mask(
-        self,
-        segment: Segment,
-        window: Reach,
-        low: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: int,
+        self, segment: Segment, window: Reach, low: int, dtype: torch.dtype, device: torch.device, group: int
     ) -> Tensor | None:
         """``mask`` for ``group`` heads that share keys folded into queries: ``[..., group * q, keys - low]``."""
         mask = self.mask(segment, window, low, dtype, device)

@@ -102,11 +102,7 @@ def lint(
     order = np.random.default_rng(0).permutation(len(texts))[:64]
     again = _run(decoder, Branches.join([texts[n][0] for n in order]), prompt, max_new_tokens, wrap)[2]
     return Findings(
-        tuple(groups.anticipates()),
-        *groups.leak(),
-        reused,
-        [texts[n][1] for n in order] != again,
-        len(texts),
+        tuple(groups.anticipates()), *groups.leak(), reused, [texts[n][1] for n in order] != again, len(texts)
     )
 
 

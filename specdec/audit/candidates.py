@@ -52,11 +52,7 @@ def traversal() -> Iterator[Composition]:
         ("tree (2, 2), vocabulary 2", binary.draft(drafts.Tree(SMALL, (2, 2)), length=2), 4),
         ("tree (2, 1), penalties, temperature 1.5, top-p 0.9", penalised, 4),
         ("self draft, tree (2, 1)", base.draft(drafts.Tree(MODEL, (2, 1)), length=2), 4),
-        (
-            "optimistic, chain k=2, vocabulary 2",
-            binary.draft(SMALL, length=2).executor(Optimistic()),
-            5,
-        ),
+        ("optimistic, chain k=2, vocabulary 2", binary.draft(SMALL, length=2).executor(Optimistic()), 5),
         (
             "the paper's recursion, tree (2, 1), vocabulary 2",
             binary.draft(drafts.Tree(SMALL, (2, 1)), length=2).verifier(TraversalByThePaper()),
@@ -153,11 +149,7 @@ def biases() -> Iterator[Composition]:
         ),
         ("k-SEQ: ρ is 1, and the residual is clipped", two.verifier(KSeqByHand(mistake="rho")), 3),
         ("k-SEQ: k is the number of the root's candidates", chains.verifier(KSeqByHand(mistake="count")), 4),
-        (
-            "k-SEQ: the number of siblings depends on the first",
-            other.verifier(KSeq()),
-            3,
-        ),
+        ("k-SEQ: the number of siblings depends on the first", other.verifier(KSeq()), 3),
         (
             "optimal transport: the number of siblings depends on the first",
             other.verifier(OptimalTransport()),

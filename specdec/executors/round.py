@@ -99,11 +99,7 @@ class MicroBatch:
     """
 
     def __init__(
-        self,
-        composition: Composition,
-        context: Context,
-        rng: Rng,
-        selection: ArmAssignment | None = None,
+        self, composition: Composition, context: Context, rng: Rng, selection: ArmAssignment | None = None
     ):
         self.composition, self.context, self.rng, self.selection = composition, context, rng, selection
         self.cache = composition.target.cache(context.batch, context.tokens.shape[1])

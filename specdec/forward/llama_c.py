@@ -201,12 +201,7 @@ class LlamaC(LlamaEager):
         return all(w.is_contiguous() for w in around)
 
     def reader(
-        self,
-        store: KVStore,
-        plan: AttentionPlan,
-        positions: Tensor,
-        keep: Keep,
-        caught: Caught = None,
+        self, store: KVStore, plan: AttentionPlan, positions: Tensor, keep: Keep, caught: Caught = None
     ) -> Reader | None:
         """A forward of few tokens for ``kernels.native.step``, or ``None`` where store or plan do not allow it."""
         held, whole = store.buffers, self._whole

@@ -38,12 +38,7 @@ class Pruner(Protocol):
         ...
 
     def __call__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        length: Tensor,
-        budget: int,
-        attention: Tensor | None = None,
+        self, keys: Tensor, values: Tensor, length: Tensor, budget: int, attention: Tensor | None = None
     ) -> Tensor:
         """
         Args:
@@ -100,12 +95,7 @@ class Checked(ABC):
     """A pruner that is asked for its choice after the arguments were checked; for one that does not read values."""
 
     def __call__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        length: Tensor,
-        budget: int,
-        attention: Tensor | None = None,
+        self, keys: Tensor, values: Tensor, length: Tensor, budget: int, attention: Tensor | None = None
     ) -> Tensor:
         check(self, keys, values, length, budget)
         return self.choose(keys, length, budget, attention)

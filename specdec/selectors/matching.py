@@ -91,11 +91,7 @@ def within(wanted: Any, scores: Any, capacities: Any) -> np.ndarray:
 
 
 def draw(
-    probs: np.ndarray,
-    capacities: np.ndarray,
-    rng: Rng,
-    length: Tensor,
-    scores: np.ndarray | None = None,
+    probs: np.ndarray, capacities: np.ndarray, rng: Rng, length: Tensor, scores: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """A keyed random arm for every row, and its probability *given the choices of the rows before it*.
 

@@ -166,11 +166,7 @@ class Spin:
         pending = state.pending
         if self.learn == "exploration":
             pending = pending.remember(requests, arm, explore.astype(float))
-        return (
-            torch.from_numpy(arm),
-            torch.from_numpy(prob).float(),
-            State(own, shared, phases, pending),
-        )
+        return (torch.from_numpy(arm), torch.from_numpy(prob).float(), State(own, shared, phases, pending))
 
     def update(self, state: State, feedback: Feedback) -> State:
         arm, columns = seen(feedback, state.own.arms, seconds=True)

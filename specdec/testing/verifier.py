@@ -96,8 +96,7 @@ def declares(case: Case) -> None:
     DECLARATION.require(isinstance(info.name, str) and info.name, f"its name is {info.name!r}")
     DECLARATION.require(isinstance(info.lossless, bool), f"lossless is {info.lossless!r}")
     DECLARATION.require(
-        info.lossless or "lossy" in info.name,
-        f"it is not lossless and its name is {info.name!r}",
+        info.lossless or "lossy" in info.name, f"it is not lossless and its name is {info.name!r}"
     )
     unknown = set(info.siblings) - set(get_args(Siblings))
     DECLARATION.require(info.siblings and not unknown, f"siblings is {info.siblings!r}")

@@ -185,14 +185,7 @@ class View(Masked):
         ValueError: the model keeps its KV in pages, or rounded.
     """
 
-    def __init__(
-        self,
-        model: HFModel,
-        mask: Any,
-        block: int,
-        in_cache: bool = False,
-        extra: int = 0,
-    ):
+    def __init__(self, model: HFModel, mask: Any, block: int, in_cache: bool = False, extra: int = 0):
         super().__init__(model, mask, block=block)
         self.supports_trees = self._scores_trees = False
         if model.page is not None:
