@@ -21,7 +21,7 @@ from specdec.testing.draft import SETTINGS, SUITE
 TARGET = sd.TableModel.random(6, order=2, seed=0, zeros=0.2)
 DRAFTS = parts(sd.drafts, "propose", "observe", "init", "select")
 del DRAFTS["TextMatch"]  # needs two tokenizers: tests/test_translated.py checks its contract
-SHARED = {"coerce", "draw", "hub", "siblings", "stateless", "stops"}  # what several drafts use
+SHARED = {"coerce", "draw", "hub", "one_model", "siblings", "stateless", "stops"}  # what several drafts use
 SHARED |= {"translated"}  # which needs two tokenizers
 SHARED |= {"whole_round", "windowed_round"}  # what an executor uses
 KEEPERS = {"Cascade", "Model", "Paced", "Tree"}  # have a cache in their state
