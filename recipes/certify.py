@@ -16,22 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import checkout  # noqa: F401
-import torch
 
 from specdec.audit.catalogue import everything
 from specdec.audit.composed import Composition
 from specdec.lab.options import option, parse
-from specdec.lab.report import write
+from specdec.lab.recipe import Reported
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Reported):
     only: str = option("", "run only compositions whose name contains this text", metavar="TEXT")
     list: bool = option(False, "list the names of the compositions and exit")
-    threads: int = option(1, "torch threads")
-    json: str | None = option(
-        None, "write the table as JSON: meta, and one flat row per composition", metavar="FILE"
-    )
 
 
 CLAIM, LOSSY, BIAS = "claimed lossless", "declared lossy, measured", "planted biases, to be detected"
@@ -43,7 +38,7 @@ def kind(composition: Composition) -> str:
 
 
 def main(s: Settings) -> int:
-    torch.set_num_threads(s.threads)
+    s.begin()
     chosen = [c for c in everything() if s.only.lower() in c.name.lower()]
     if s.list or not chosen:
         print("\n".join(c.name for c in chosen) or f"no composition's name contains {s.only!r}: see --list")
@@ -86,8 +81,7 @@ def main(s: Settings) -> int:
             end="",
         )
     print(f"\n{'All as claimed.' if not wrong else 'NOT AS CLAIMED: ' + '; '.join(wrong)}")
-    if s.json:
-        write(s.json, rows)
+    s.save(rows)
     return 1 if wrong else 0
 
 

@@ -21,41 +21,33 @@ import checkout  # noqa: F401
 import specdec as sd
 from specdec import lab
 from specdec.capabilities import DraftPart
-from specdec.drafts.coerce import as_model
 from specdec.lab.console import short_errors
-from specdec.lab.loading import draft_part, load
+from specdec.lab.on_texts import OnTexts
 from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import prompt_entries
-from specdec.lab.recipe import Plotted, Replayed
+from specdec.lab.recipe import Plotted
 
 
 @dataclass(frozen=True)
-class Settings(Plotted, Replayed):
-    target: str = option("pocket-target", "a pocket model, a folder or a hub id")
+class Settings(Plotted, OnTexts):
     drafts: tuple[str, ...] = option(
         ("vanilla=pocket-vanilla", "spire=pocket-spire", "magicdec", "ngram"),
         "NAME=DRAFT, or a draft alone; ratios are to the first",
         metavar="DRAFT",
-    )
-    prompts: str | None = option(
-        None, "JSON-lines file of prompts (default: the held-out ones)", metavar="FILE"
     )
     context: int = option(960, "longer plain prompts are cut to this many tokens at their end (0: never)")
     trace: str = option("runs/trace", "folder of the recorded texts")
     k: tuple[int, ...] = option((4,), "block lengths", metavar="N")
     new_tokens: int = option(64, "positions of each text at which rounds start")
     temperature: float = option(1.0, "of the target and the drafts")
-    window: int = option(64, "window of magicdec and windowed drafts")
-    sinks: int = option(1, "first tokens that they keep")
-    count: int | None = option(None, "use the first prompts only", metavar="N")
 
 
 def main(s: Settings) -> None:
     s.begin()
     sampling = sd.Sampling(temperature=s.temperature)
     with short_errors():
-        target: Any = as_model(load(s.target, s.precision, s.place), "target")
-        parts = dict(draft_part(spec, target, s.window, s.sinks, s.precision) for spec in s.drafts)
+        target = s.loaded()
+        parts = s.parts(target)
         entries = prompt_entries(s.prompts, target.tokenizer, s.context)[: s.count]
         trace = lab.record(target, entries, s.trace, s.new_tokens, max(s.k), sampling, seed=s.seed)
     print(trace)

@@ -22,16 +22,14 @@ import checkout  # noqa: F401
 import specdec as sd
 from specdec import lab, pruning
 from specdec.lab.console import short_errors, table
-from specdec.lab.loading import draft_part, load
+from specdec.lab.on_texts import OnTexts
 from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import entries_from, pieces
-from specdec.lab.recipe import Replayed
 from specdec.lab.runs import decode
 
 
 @dataclass(frozen=True)
-class Settings(Replayed):
-    target: str = option("pocket-target", "a pocket model, a folder or a hub id")
+class Settings(OnTexts):
     drafts: tuple[str, ...] = option(
         ("vanilla=pocket-vanilla", "spire=pocket-spire"),
         "NAME=DRAFT, as for compare.py; MagicDec and a windowed vanilla are always added",
@@ -39,14 +37,8 @@ class Settings(Replayed):
     )
     contexts: tuple[int, ...] = option((256, 512, 960), "context lengths", metavar="N")
     k: tuple[int, ...] = option((4,), "proposed tokens per round", metavar="N")
-    window: int = option(64, "window of windowed drafts and MagicDec")
-    sinks: int = option(1, "likewise")
     new_tokens: int = option(64, "positions per context at which rounds start")
     per_prompt: int = option(2, "contexts cut from one prompt")
-    prompts: str | None = option(
-        None, "JSON-lines file of prompts (default: the held-out ones)", metavar="FILE"
-    )
-    count: int | None = option(None, "use the first prompts only", metavar="N")
     pruners: tuple[str, ...] = option(
         (), "also evaluate MagicDec with these KV pruners, such as H2O,TOVA", metavar="NAME"
     )
@@ -68,8 +60,8 @@ def main(s: Settings) -> None:
     ]
     specs = [*s.drafts, *windowed, "magicdec"]
     with short_errors():
-        target = sd.HFModel(*load(s.target, s.precision, s.place))
-        parts = dict(draft_part(spec, target, s.window, s.sinks, s.precision) for spec in specs) | pruned(s)
+        target = s.loaded()
+        parts = s.parts(target, specs) | pruned(s)
         entries = entries_from(s.prompts)[: s.count]
     rows: list[dict[str, Any]] = []
     for length in s.contexts:

@@ -15,27 +15,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import checkout  # noqa: F401
-import torch
-from transformers.utils import logging
 
 from specdec.audit.museum import everything
 from specdec.lab.options import option, parse
-from specdec.lab.report import write
+from specdec.lab.recipe import Reported
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Reported):
     only: str = option("", "run only exhibits whose name or source contains this text", metavar="TEXT")
     list: bool = option(False, "list the names of the exhibits and exit")
-    threads: int = option(1, "torch threads")
-    json: str | None = option(
-        None, "write the table as JSON: meta, and one flat row per exhibit", metavar="FILE"
-    )
 
 
 def main(s: Settings) -> int:
-    torch.set_num_threads(s.threads)
-    logging.set_verbosity_error()
+    s.begin()
     chosen = [e for e in everything() if s.only.lower() in f"{e.name} {e.source}".lower()]
     if s.list or not chosen:
         print("\n".join(e.name for e in chosen) or f"no exhibit contains {s.only!r}: see --list")
@@ -66,8 +59,7 @@ def main(s: Settings) -> int:
     print(
         f"\n{len(rows)} exhibits. {'All as expected.' if not wrong else 'NOT AS EXPECTED: ' + '; '.join(wrong)}"
     )
-    if s.json:
-        write(s.json, rows)
+    s.save(rows)
     return 1 if wrong else 0
 
 

@@ -25,30 +25,21 @@ import checkout  # noqa: F401
 import specdec as sd
 from specdec import lab
 from specdec.capabilities import DraftPart
-from specdec.drafts.coerce import as_model
 from specdec.lab import bounds
 from specdec.lab.console import progress, short_errors, table
-from specdec.lab.loading import draft_part, load
+from specdec.lab.on_texts import OnDevelopment
 from specdec.lab.options import option, parse
-from specdec.lab.prompt_file import pieces, read, shipped
-from specdec.lab.recipe import Plotted, Replayed
+from specdec.lab.recipe import Plotted
 
 
 @dataclass(frozen=True)
-class Settings(Plotted, Replayed):
-    target: str = option("pocket-target", "a pocket model, a folder or a hub id")
+class Settings(Plotted, OnDevelopment):
     drafts: tuple[str, ...] = option(
         ("vanilla=pocket-vanilla", "tiny=pocket-tiny", "spire=pocket-spire"),
         "NAME=DRAFT, or a draft alone",
         metavar="DRAFT",
     )
-    prompts: str | None = option(
-        None, "JSON-lines file of prompts (default: the development ones)", metavar="FILE"
-    )
-    count: int | None = option(48, "use the first prompts only", metavar="N")
-    context: int = option(192, "tokens of each prompt")
     new_tokens: int = option(16, "positions of each text at which blocks start")
-    temperatures: tuple[float, ...] = option((0.6, 1.0), "of the target and the drafts")
     candidates: tuple[int, ...] = option((1, 2, 4, 8), "their numbers", metavar="K")
     k: int = option(4, "depths of a block")
     distinct: int = option(
@@ -59,10 +50,8 @@ class Settings(Plotted, Replayed):
 def main(s: Settings) -> int:
     s.begin()
     with short_errors():
-        target: Any = as_model(load(s.target, s.precision, s.place), "target")
-        entries = read(s.prompts) if s.prompts else shipped(split="validation")
-        some = pieces(entries, target.tokenizer, s.context, 1)[: s.count]
-        parts = dict(draft_part(spec, target, 64, 1, s.precision) for spec in s.drafts)
+        target = s.loaded()
+        some, parts = s.pieces(target), s.parts(target)
     taps = sorted({tap for part in parts.values() for tap in DraftPart.of(part).info.taps})
     rows: list[dict[str, Any]] = []
     for temperature in s.temperatures:

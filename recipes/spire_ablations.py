@@ -24,11 +24,10 @@ import torch
 from specdec import zoo
 from specdec.audit.tau import Efficiency
 from specdec.drafts.spire import SpireModel
-from specdec.lab.console import quiet, table
+from specdec.lab.console import table
+from specdec.lab.fitting import OnCorpus
 from specdec.lab.options import option, parse
-from specdec.lab.report import write
 from specdec.lab.states import stream_states
-from specdec.lab.streams import Streams
 from specdec.lab.tau import sample, score
 from specdec.lab.trainings import together, training
 from specdec.lab.variants import Variant, started, variants
@@ -42,10 +41,8 @@ ORIGIN = ("command", "commit", "dirty", "date", "processor")
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(OnCorpus):
     target: str = option("pocket-target", "a pocket model")
-    work: str = option("runs/pocket", "folder of shards, states and results")
-    site: str = option("", "more site-packages folders for the corpus, separated by commas")
     methods: tuple[str, ...] = option((), "rows (default: all)")
     tokens: float = option(1.0, "training tokens of each row, in millions")
     seeds: int = option(1, "seeds, and so trainings, of each row")
@@ -58,9 +55,7 @@ class Settings:
     prompts: int | None = option(None, "held-out prompts (default: all)")
     new_tokens: int = option(64, "positions per context at which rounds start")
     k: int = option(4, "proposed tokens per round")
-    threads: int = option(1, "torch threads")
     save: str | None = option(None, "also save the trained drafts, as DIR/METHOD-SEED", metavar="DIR")
-    json: str | None = option(None, "write the rows as JSON", metavar="FILE")
     merge: tuple[str, ...] = option((), "train nothing: put these reports together", metavar="FILE")
 
     @property
@@ -70,8 +65,7 @@ class Settings:
 
 
 def main(s: Settings) -> None:
-    torch.set_num_threads(s.threads)
-    quiet()
+    s.begin()
     wanted = variants(k=s.k)
     if s.merge:
         parts = [json.loads(Path(file).read_text()) for file in s.merge]
@@ -83,8 +77,7 @@ def main(s: Settings) -> None:
     if unknown:
         raise SystemExit(f"no method {unknown[0]!r}: there are {', '.join(wanted)}")
     layers = SpireModel.from_target(target).layers
-    streams = Streams(work=s.work, site=s.site)
-    data = stream_states(target, tokenizer, streams, layers, round(s.tokens * 1e6))
+    data = stream_states(target, tokenizer, s.streams, layers, round(s.tokens * 1e6))
     texts = sample(target, tokenizer, s.context, s.new_tokens, s.k, layers, 0, s.per_prompt, s.prompts)
     about: Row = {"tokens": s.steps * s.batch * 1024, "context": s.context, "k": s.k}
     about["texts"] = hash_of((fingerprint(target), texts.tokens.tolist()))
@@ -124,8 +117,7 @@ def shown(s: Settings, wanted: dict[str, Variant], rows: list[Row], merged: Sequ
     leads = [r for r in found if r["part"] == "lead"]
     if leads:
         print("\n" + table(leads, ["tokens", "method", "over", "ratio", "ratio_low", "ratio_high"]))
-    if s.json:
-        write(s.json, [*found, *rows, *merged], s.first_seed)
+    s.save([*found, *rows, *merged], s.first_seed)
 
 
 def trained(s: Settings, name: str, seed: int, target: Any, data: Any, texts: Any, label: str) -> Efficiency:

@@ -11,8 +11,9 @@ multiplier grows with the batch, up to 128, for both shapes; not_overlapped: com
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import checkout  # noqa: F401
@@ -21,18 +22,16 @@ from specdec.cost import H100_PAPER, Hardware, Investment, Load, Method, Shape, 
 from specdec.cost.growth import critical_context, growing
 from specdec.lab import plots
 from specdec.lab.options import option, parse
-from specdec.lab.report import write
+from specdec.lab.recipe import WithPlots
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(WithPlots):
     tau_context: int = option(
         512, "take tau as measured at this context: 256, 512 or 960 (default: 512, the paper's choice)"
     )
     vocab: int = option(paper.VOCAB, "of full_terms")
     new_tokens: int = option(64, "of growing, the paper's number of sampled tokens")
-    json: str | None = option(None, "write the rows as JSON", metavar="FILE")
-    plots: str | None = option(None, "write a PNG for each figure (needs matplotlib)", metavar="DIR")
 
 
 BATCHES = tuple(2**i for i in range(8))  # 1 ... 128
@@ -46,14 +45,11 @@ Row = dict[str, Any]
 
 
 def main(s: Settings) -> None:
-    if s.plots:
-        plots.needed()
+    s.begin()
     rows = figures(s)
     report(rows)
-    if s.json:
-        write(s.json, rows)
-    if s.plots:
-        print("\nplots:", ", ".join(draw(rows, s.plots)))
+    s.save(rows)
+    s.draw(drawings(rows))
 
 
 def figures(s: Settings) -> list[Row]:
@@ -265,15 +261,16 @@ HEAT = {
 }
 
 
-def draw(rows: list[Row], folder: str) -> list[str]:
-    """Write ``<figure>.png`` for every figure; returns the files."""
+def drawings(rows: list[Row]) -> dict[str, Callable[[], Any]]:
+    """Figure -> what draws it."""
     special = {"fig1": lines, "fig3": intensity, "fig5": bars, "cost": units}
-    files = []
+    made: dict[str, Callable[[], Any]] = {}
     for figure in dict.fromkeys(r["figure"] for r in rows if r["figure"] != "l_crit"):
         some = [r for r in rows if r["figure"] == figure]
-        drawing = special[figure](some) if figure in special else heat(some, HEAT[figure])
-        files.append(plots.save(folder, figure, drawing))
-    return files
+        made[figure] = (
+            partial(special[figure], some) if figure in special else partial(heat, some, HEAT[figure])
+        )
+    return made
 
 
 def methods(rows: list[Row]) -> list[str]:

@@ -15,10 +15,8 @@ with it. --export FOLDER also writes it for an engine, vLLM or SGLang (--layout)
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 import shutil
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +24,6 @@ from typing import Any, Literal
 import checkout  # noqa: F401
 import torch
 from accelerate import PartialState
-from torch import Tensor
 
 import specdec as sd
 from specdec.configs import setting
@@ -35,19 +32,17 @@ from specdec.drafts.heads import export as export_head
 from specdec.drafts.heads.formats.export import check_export
 from specdec.drafts.heads.load import is_checkpoint
 from specdec.lab.console import short_errors
-from specdec.lab.documents import answered, documents, packed
+from specdec.lab.fitting import main_process, say, told
 from specdec.lab.head_card import curve
 from specdec.lab.head_kinds import KINDS, anchors, mask_token_of
 from specdec.lab.loading import in_dtype, load
 from specdec.lab.options import option, parse
-from specdec.lab.recipe import Recipe
+from specdec.lab.own_text import OnOwnText, Part, frequent, split
 from specdec.lab.report import meta
 from specdec.lab.states import sequence_states, unrecorded
-from specdec.pruning import frequent_tokens, token_counts
 from specdec.training.forward import Blocks
 from specdec.training.muon import arithmetic, quick
 from specdec.training.sources import Masked, source_of
-from specdec.training.train import Settings as Training
 from specdec.training.train import Trained, train
 from specdec.training.validation import Judge
 from specdec.training.weights import lowered
@@ -59,17 +54,14 @@ ENGINES = {
 
 
 @dataclass(frozen=True)
-class Settings(Recipe):
+class Settings(OnOwnText):
     head: Literal["eagle3", "peagle", "mtp", "medusa", "dflash", "dflash2", "dspark"] = option(
         "eagle3", "the kind of head"
     )
     target: str = option("", "a pocket model, a folder or a hub id")
-    dataset: str = option("", "a file, a folder, or a data set of the hub")
-    column: str = option("text", "the data set's column of texts, or of lists of chat messages")
     output: str = option("", "folder of the trained head")
-    length: int = option(1024, "tokens of a sequence")
-    tokens: float = option(5.0, "millions of training tokens, as far as the text has them")
-    epochs: float = option(1.0, "passes over the tokens")
+    muon_lr: float = option(0.02, "peak learning rate of the matrices")
+    adam_lr: float = option(0.006, "peak learning rate of other weights")
     layers: tuple[str, ...] = option(
         (), "the target's layers to read, from 0, the embedding, or final (default: by the target's depth)"
     )
@@ -84,18 +76,6 @@ class Settings(Recipe):
     blocks: int = option(0, "transformer or residual blocks of the head (default: by the kind)")
     anchors: int = option(0, "blocks of a sequence in a step (default: 256, or fewer for a large vocabulary)")
     loss: Literal["mixed", "own"] = option("mixed", "mixed: MixedLoss(0.5); own: that of the head's authors")
-    batch: int = option(2, "sequences per step")
-    muon_lr: float = option(0.02, "peak learning rate of the matrices")
-    adam_lr: float = option(0.006, "peak learning rate of other weights")
-    warmup: float = option(0.03, "share of the steps in which the learning rate rises")
-    decay: float = option(0.8, "share of the steps, at the end, in which it falls to zero")
-    compile: bool = option(True, "torch.compile of the loss")
-    all_tokens: bool = option(False, "learn all tokens of chats, not the assistant's alone")
-    validation: int = option(16, "number of held-out sequences")
-    validation_dataset: str = option(
-        "", "text of their own for them, as --dataset (default: its first sequences)"
-    )
-    validations: int = option(10, "how often to validate")
     record: bool = option(False, "store the target's activations on disk before training")
     work: str = option("runs/heads", "folder for what --record stores")
     export: str = option("", "also write the head into this folder, for engines")
@@ -237,93 +217,7 @@ def made(s: Settings) -> tuple[Any, Any, HeadModel, Blocks]:
     )
 
 
-def main_process() -> bool:
-    return PartialState(cpu=not torch.cuda.is_available()).is_main_process
-
-
-def say(line: str) -> None:
-    """Print a line, once."""
-    if main_process():
-        print(line, flush=True)
-
-
-def cut(s: Settings, tokenizer: Any, dataset: str, count: int) -> tuple[Tensor, Tensor | None]:
-    """At most ``count`` sequences ``[N, length + 1]`` of a data set, and which of their tokens the head learns; ``None``: all."""
-    rows = documents(dataset, s.column)
-    if s.all_tokens:
-        whole = [*packed(tokenizer, rows, s.length, count)]
-        return torch.cat(whole) if whole else torch.zeros(0, s.length + 1, dtype=torch.long), None
-    seen: Counter[str] = Counter()
-    found = [*answered(tokenizer, rows, s.length, count, seen)]
-    if seen["whole"]:
-        say(
-            f"of {seen['whole']} of {seen['chats']} chats all tokens are learnt, as the tokenizer's chat template does not show what the assistant wrote"
-        )
-    if not found and seen["chats"]:
-        raise SystemExit(
-            f"--dataset {dataset}: its {seen['chats']} chats have no sequence of {s.length} tokens of which the assistant wrote some: give more chats, a "
-            "smaller --length, or --all-tokens"
-        )
-    if not found:
-        return torch.zeros(0, s.length + 1, dtype=torch.long), None
-    ids, learnt = (torch.cat(part) for part in zip(*found))
-    return ids, learnt if seen["chats"] > seen["whole"] else None
-
-
-def held_out(s: Settings, tokenizer: Any) -> tuple[Tensor, Tensor | None]:
-    """As ``cut``, of ``--validation-dataset``."""
-    try:
-        held = cut(s, tokenizer, s.validation_dataset, s.validation)
-    except SystemExit as error:  # which names the other option
-        raise SystemExit(str(error).replace("--dataset", "--validation-dataset")) from None
-    if not len(held[0]):
-        raise SystemExit(
-            f"--validation-dataset {s.validation_dataset}: its text has no sequence of {s.length} tokens: give more text, or a smaller --length"
-        )
-    if len(held[0]) < s.validation:
-        say(f"--validation-dataset has {len(held[0])} sequences, fewer than --validation {s.validation}")
-    return held
-
-
-def texts(s: Settings, tokenizer: Any) -> tuple[Any, Any]:
-    """Sequences ``[N, length + 1]`` for training, and those that are held out, ``Masked`` where not all tokens are learnt."""
-    wanted, own = max(1, round(s.tokens * 1e6 / s.length)), bool(s.validation_dataset)
-    held = held_out(s, tokenizer) if own else None
-    ids, learnt = cut(s, tokenizer, s.dataset, wanted if own else wanted + s.validation)
-    least = 0 if own else s.validation
-    if len(ids) <= least:
-        out = "" if own else f", and --validation {s.validation} of them are held out"
-        raise SystemExit(
-            f"--dataset {s.dataset}: its text has {len(ids)} sequences of {s.length} tokens{out}: give more text, or a smaller --length"
-            + ("" if own else " or --validation")
-        )
-    if len(ids) - least < wanted:
-        has = (len(ids) - least) * s.length / 1e6
-        say(f"the text has {has:.3g} M training tokens, fewer than --tokens {s.tokens:g}")
-    data = (ids[least:], None if learnt is None else learnt[least:])
-    if held is None:
-        held = (ids[:least], None if learnt is None else learnt[:least])
-    return tuple(part if mask is None else Masked(part, mask) for part, mask in (data, held))
-
-
-def split(part: Any) -> tuple[Tensor, Tensor | None]:
-    """The ids of ``texts``, and which of them are learnt."""
-    return (part.data, part.mask) if isinstance(part, Masked) else (part, None)
-
-
-def frequent(s: Settings, tokenizer: Any, data: Any, size: int) -> list[int]:
-    """The ``--vocabulary`` most frequent of the tokens that are learnt, with the one that ends texts."""
-    ids, learnt = split(data)
-    ids = ids[:, 1:]  # the first of a sequence is the last of another
-    counts = token_counts((ids if learnt is None else ids[learnt[:, 1:]]).flatten(), size)
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    chosen = frequent_tokens(counts, s.vocabulary, end)
-    share = float(counts[chosen].sum() / counts.sum())
-    say(f"--vocabulary {s.vocabulary}: these tokens are {share:.1%} of the training text")
-    return chosen
-
-
-def recorded(s: Settings, target: Any, data: Any, held: Any, layers: tuple[int, ...]) -> list[Any]:
+def recorded(s: Settings, target: Any, data: Part, held: Part, layers: tuple[int, ...]) -> list[Any]:
     """The target's activations on the training and the held-out sequences, stored in the work folder."""
     parts = [split(part) for part in (data, held)]
     width = target.config.get_text_config().hidden_size
@@ -343,32 +237,25 @@ def recorded(s: Settings, target: Any, data: Any, held: Any, layers: tuple[int, 
 def fit(s: Settings) -> tuple[HeadModel, Any, Any, Trained]:
     """Train the head; the curve begins with the untrained one."""
     target, tokenizer, head, forward = made(s)
-    data, held = texts(s, tokenizer)
+    data, held = s.texts(tokenizer)
     if s.vocabulary:
-        head = new(s, target, tokenizer, frequent(s, tokenizer, data, head.vocab_size))
+        head = new(s, target, tokenizer, frequent(data, tokenizer, head.vocab_size, s.vocabulary))
     layers = forward.layers(head)
     both = recorded(s, target, data, held, layers) if s.record else [data, held]
     sources = [source_of(part, target, layers) for part in both]
     loss = KINDS[s.head].loss(s.loss, head)
-    steps = max(1, round(len(data) * s.epochs / s.batch))
-    training = Training(
-        steps, s.batch, s.muon_lr, s.adam_lr, warmup=s.warmup, decay=s.decay, compile=s.compile, seed=s.seed,
-        validate_every=max(1, steps // s.validations),
-    )  # fmt: skip
+    training = s.training(s.steps(len(data)))
     ends, head.ends = head.ends, lowered(head.of_target, head.device, head.dtype)
     judge = Judge(head, loss, head.of_target.logits)
     before = judge.validate(head, sources[1], forward, s.batch, head.device, head.dtype)
     head.ends = ends
 
-    def tell(row: dict[str, float]) -> None:
-        say(json.dumps({name: round(value, 4) for name, value in row.items()}))
-
     first = {"step": 0.0, "tokens": 0.0, **before}
-    tell(first)
+    say(told(first))
     Path(s.output).parent.mkdir(parents=True, exist_ok=True)
     report = train(
         head, target, both[0], loss=loss, forward=forward, settings=training, validation=both[1],
-        checkpoint=checkpoint(s), on_validation=tell,
+        checkpoint=checkpoint(s), on_validation=lambda row: say(told(row)),
     )  # fmt: skip
     report.curve.insert(0, first)
     return head, target, tokenizer, report
@@ -451,7 +338,7 @@ def main(s: Settings) -> None:
     s.begin()
     with short_errors():
         head, target, tokenizer, report = fit(s)
-    if not PartialState().is_main_process:
+    if not main_process():
         return
     export(s, head, target, tokenizer, report)
     size = sum(p.numel() for p in head.parameters())

@@ -11,33 +11,26 @@ text of your own, and for P-EAGLE and DFlash2, there is recipes/train_head.py.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import checkout  # noqa: F401
-import torch
-from accelerate import PartialState
-from transformers import PreTrainedModel
 
 from specdec import zoo
 from specdec.drafts.heads import HeadModel
+from specdec.lab.fitting import OnCorpus, Trains, export, main_process, told
 from specdec.lab.head_card import curve
 from specdec.lab.head_kinds import KINDS
-from specdec.lab.loading import in_dtype
 from specdec.lab.options import option, parse
-from specdec.lab.recipe import Recipe
 from specdec.lab.report import meta
 from specdec.lab.states import First, stream_states
 from specdec.lab.streams import Streams
 from specdec.lab.variants import started, variants
 from specdec.training.forward import Blocks
 from specdec.training.muon import arithmetic
-from specdec.training.train import Settings as Training
 from specdec.training.train import Trained, train
-from specdec.zoo.files import tokenizer_folder
 
 
 @dataclass(frozen=True)
@@ -66,23 +59,11 @@ LAYERS = (2, 3, 4, 5, 6, 7)  # what heads read by default of a target of 8 block
 
 
 @dataclass(frozen=True)
-class Settings(Recipe):
+class Settings(Trains, OnCorpus):
     drafts: tuple[str, ...] = option(tuple(HEADS), "drafts to train, in order")
-    work: str = option("runs/pocket", "folder for shards, recorded states and checkpoints")
-    site: str = option("", "more site-packages folders for the corpus, separated by commas")
     zoo: str = option(str(zoo.FOLDER), "folder to export to (default: the package's)")
-    tokens: float = option(5.0, "millions of training tokens for each")
-    epochs: float = option(1.0, "passes over the tokens")
     loss: str = option("mixed", '"mixed": MixedLoss(0.5) for all; "own": that of each head\'s authors')
     anchors: int = option(0, "blocks of a sequence of 1024 tokens (0: by the table in this file)")
-    batch: int = option(2, "sequences per step")
-    muon_lr: float = option(0.03)
-    adam_lr: float = option(0.009)
-    warmup: float = option(0.03, "share of the steps in which the learning rate rises")
-    decay: float = option(0.8, "likewise")
-    compile: bool = option(True, "torch.compile of the loss")
-    validation: int = option(16, "number of validation sequences")
-    validations: int = option(10, "how often to validate")
     suffix: str = option("", "of the folders' names, such as seed1 for pocket-eagle3-seed1")
 
 
@@ -108,7 +89,7 @@ def chosen(s: Settings, name: str, target: Any) -> tuple[Any, Any, Any]:
 
 def states(s: Settings, target: Any, tokenizer: Any, split: str, tokens: int) -> First:
     """The target's states on the corpus, recorded unless they are there."""
-    return stream_states(target, tokenizer, Streams(work=s.work, site=s.site), LAYERS, tokens, split)
+    return stream_states(target, tokenizer, s.streams, LAYERS, tokens, split)
 
 
 def fit(s: Settings, name: str, target: Any, tokenizer: Any) -> tuple[Any, Trained]:
@@ -116,35 +97,12 @@ def fit(s: Settings, name: str, target: Any, tokenizer: Any) -> tuple[Any, Train
     draft, forward, loss = chosen(s, name, target)
     held = states(s, target, tokenizer, "validation", 1024 * s.validation)
     data = states(s, target, tokenizer, "train", round(s.tokens * 1e6))
-    steps = max(1, round(len(data) * s.epochs / s.batch))
-    training = Training(
-        steps, s.batch, s.muon_lr, s.adam_lr, warmup=s.warmup, decay=s.decay, compile=s.compile, seed=s.seed,
-        validate_every=max(1, steps // s.validations),
-    )  # fmt: skip
-
-    def tell(row: dict[str, float]) -> None:
-        print(name, json.dumps({key: round(value, 4) for key, value in row.items()}), flush=True)
-
     report = train(
-        draft, target, data, loss=loss, forward=forward, settings=training, validation=held,
-        checkpoint=Path(s.work) / f"{named(s, name)}-{s.loss}-{s.seed}.pt", on_validation=tell,
+        draft, target, data, loss=loss, forward=forward, settings=s.training(s.steps(len(data))),
+        validation=held, checkpoint=Path(s.work) / f"{named(s, name)}-{s.loss}-{s.seed}.pt",
+        on_validation=lambda row: print(told(row, name), flush=True),
     )  # fmt: skip
     return draft, report
-
-
-def export(s: Settings, name: str, draft: Any, tokenizer: Any, report: Trained) -> None:
-    """Write the draft in bf16, its tokenizer and its model card."""
-    folder = Path(s.zoo) / named(s, name)
-    folder.mkdir(parents=True, exist_ok=True)
-    in_dtype(draft, torch.bfloat16)
-    draft.tokenizer = None  # written below
-    if isinstance(draft, PreTrainedModel):
-        draft.config.dtype = torch.bfloat16
-    draft.save_pretrained(folder)
-    if tokenizer_folder(folder) is None:  # the package's models share one
-        tokenizer.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)
-    (folder / "README.md").write_text(card(s, name, draft, report))
 
 
 def size(draft: Any) -> int:
@@ -216,8 +174,9 @@ def main(s: Settings) -> None:
         speed = report.tokens / max(report.seconds, 1e-9)
         seen = {"parameters": size(draft), "seconds": report.seconds, "tokens_per_second": speed}
         rows += [{"draft": name, **seen, **row} for row in report.curve]
-        if PartialState().is_main_process:
-            export(s, name, draft, tokenizer, report)
+        if main_process():
+            draft.tokenizer = None  # the package's models share one
+            export(draft, Path(s.zoo) / named(s, name), tokenizer, card(s, name, draft, report))
         print(
             f"{name}: {report.tokens / 1e6:.2f} M tokens in {report.seconds / 60:.1f} minutes, {speed:.0f} tokens/s",
             flush=True,

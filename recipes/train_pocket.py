@@ -30,7 +30,7 @@ from specdec.data.prompts import FILES, choose
 from specdec.lab.bits import bits_per_byte, xz_bits_per_byte
 from specdec.lab.options import option, parse
 from specdec.lab.pretraining import Pretraining, Sizes
-from specdec.lab.report import write
+from specdec.lab.recipe import Reported
 from specdec.training.muon import arithmetic, quick
 
 # The drafts' bodies have exactly an eighth of the target's parameters. pocket-words is for a tokenizer of its own:
@@ -43,7 +43,7 @@ SHAPES = {
 
 
 @dataclass(frozen=True)
-class Settings(Pretraining):
+class Settings(Pretraining, Reported):
     models: tuple[str, ...] = option(
         ("pocket-vanilla", "pocket-target"), 'models to train, in order; "" for none'
     )
@@ -52,12 +52,10 @@ class Settings(Pretraining):
     )
     snapshot_minutes: float = option(20.0, "export an early target after this long; 0: never")
     zoo: str = option(str(zoo.FOLDER), "folder to export to (default: the package's)")
-    threads: int = option(1, "CPU threads")
     evaluate: bool = option(True, "compute test bits per byte at the end")
     publish: bool = option(
         False, "also write the corpus's manifest and the held-out prompts into the package"
     )
-    json: str = option("", 'file for {"meta": …, "rows": […]}')
 
 
 def evaluate(s: Settings, name: str, tokenizer: PreTrainedTokenizerFast) -> dict[str, dict[str, float]]:
@@ -189,7 +187,7 @@ def main(s: Settings) -> None:
         raise SystemExit(
             f"--minutes {','.join(map(str, minutes))}: give as many numbers as --models {','.join(s.models)}"
         )
-    torch.set_num_threads(s.threads)
+    s.begin()
     Path(s.work).mkdir(parents=True, exist_ok=True)
     tokenizer = s.make()
     status(s, "tokenizer and shards ready")
@@ -213,8 +211,7 @@ def main(s: Settings) -> None:
         for domain, row in test.items() or [(None, {})]:
             rows.append({"model": name, "domain": domain, **row, **counts, "tokens_per_second": speed})
         status(s, f"{name}: evaluated {json.dumps(test)}")
-    if s.json:
-        write(s.json, rows, s.seed)
+    s.save(rows, s.seed)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,8 @@ with a model card. --drafts also takes the members of the former pool (pocket-ti
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec import zoo
 from specdec.data.corpus import DOMAINS
-from specdec.lab.loading import in_dtype
+from specdec.lab.fitting import OnCorpus, Trains, export, told
 from specdec.lab.options import option, parse
-from specdec.lab.recipe import Recipe
 from specdec.lab.report import meta
 from specdec.lab.states import First, sequences, stream_states
 from specdec.lab.streams import Streams
@@ -79,21 +77,17 @@ MEMBERS = POOL | FORMER
 
 
 @dataclass(frozen=True)
-class Settings(Recipe):
+class Settings(Trains, OnCorpus):
     drafts: tuple[str, ...] = option(tuple(POOL), "drafts to train, in order")
-    work: str = option("runs/pocket", "folder for shards and cached states")
-    site: str = option("", "more site-packages folders, separated by commas")
     zoo: str = option(str(zoo.FOLDER), "folder to export to (default: the package's)")
     tokens: float = option(3.0, "millions of training tokens for each")
     epochs: float = option(3.0, "passes over the tokens")
-    batch: int = option(2, "sequences per step")
-    muon_lr: float = option(0.02)
-    adam_lr: float = option(0.006)
+    muon_lr: float = option(0.02, "peak learning rate of the matrices")
+    adam_lr: float = option(0.006, "peak learning rate of other weights")
+    warmup: float = option(0.02, "share of the steps in which the learning rate rises")
     first_steps: int = option(VANILLA_STEPS, "steps of the first stage, of pool members with new weights")
     vanilla_work: str = option("", "work folder with the shards of the first stage, if not --work")
     attention: str = option("block", '"block": matmuls by query block, faster on CPU; "sdpa": PyTorch\'s')
-    compile: bool = option(True, "torch.compile of the loss")
-    validation: int = option(16, "number of validation sequences")
 
 
 def kept(member: Member, vanilla: Any) -> list[int]:
@@ -122,7 +116,7 @@ def started(member: Member, s: Settings) -> Any:
 def states(s: Settings, target: Any, tokenizer: Any, member: Member, split: str, count: int) -> First:
     """The target's final hidden states on ``count`` sequences of the member's domains, computed unless cached."""
     label = f"pool-{'-'.join(f'{share:g}' for share in member.shares)}-"
-    streams = Streams(work=s.work, site=s.site, seed=s.seed)
+    streams = replace(s.streams, seed=s.seed)
     return stream_states(target, tokenizer, streams, (), 1024 * count, split, member.shares, label)
 
 
@@ -134,12 +128,11 @@ def has_first_stage(name: str) -> bool:
 def first_stage(s: Settings, tokenizer: Any) -> tuple[Tensor, Training]:
     """The first sequences ``[N, L + 1]`` that train_pocket.py draws, as many as pocket-vanilla saw, and the settings of its training."""
     count = VANILLA_BATCH * s.first_steps
-    streams = Streams(work=s.vanilla_work or s.work, site=s.site)
+    streams = replace(s.streams, work=s.vanilla_work or s.work)
     seen = torch.cat(list(sequences(tokenizer, streams, "train", count)))
-    training = Training(
-        s.first_steps, VANILLA_BATCH, s.muon_lr, s.adam_lr, warmup=0.02, decay=0.7, compile=s.compile, seed=s.seed,
-        validate_every=max(1, s.first_steps // 5),
-    )  # fmt: skip
+    training = replace(
+        s.training(s.first_steps), batch=VANILLA_BATCH, decay=0.7, validate_every=max(1, s.first_steps // 5)
+    )
     # train() permutes its data; permuted the other way before, they are in the order of train_pocket.py.
     return seen[np.argsort(order(count, count, s.seed, 0))], training
 
@@ -151,13 +144,11 @@ def fit(s: Settings, name: str, target: Any, tokenizer: Any) -> tuple[Any, list[
     draft.set_attn_implementation(s.attention)
     validation = states(s, target, tokenizer, member, "validation", s.validation)
 
-    def tell(row: dict[str, float]) -> None:
-        print(name, json.dumps({key: round(value, 4) for key, value in row.items()}), flush=True)
-
     def stage(file: str, data: Any, loss: Any, training: Training) -> Trained:
         return train(
             draft, target, data, loss=loss, settings=training, validation=validation,
-            checkpoint=Path(s.work) / f"{file}.pt", on_validation=tell,
+            checkpoint=Path(s.work) / f"{file}.pt",
+            on_validation=lambda row: print(told(row, name), flush=True),
         )  # fmt: skip
 
     reports = []
@@ -165,26 +156,10 @@ def fit(s: Settings, name: str, target: Any, tokenizer: Any) -> tuple[Any, list[
         seen, training = first_stage(s, tokenizer)
         reports.append(stage(f"{name}-first", seen, HardLoss(), training))
     data = states(s, target, tokenizer, member, "train", count)
-    steps = max(1, round(count * s.epochs / s.batch))
-    training = Training(
-        steps, s.batch, s.muon_lr, s.adam_lr, warmup=0.02, decay=0.8, compile=s.compile, seed=s.seed,
-        validate_every=max(1, steps // 10),
-    )  # fmt: skip
-    reports.append(stage(f"{name}-second" if reports else name, data, MixedLoss(), training))
+    reports.append(
+        stage(f"{name}-second" if reports else name, data, MixedLoss(), s.training(s.steps(count)))
+    )
     return draft, reports
-
-
-def export(s: Settings, name: str, draft: Any, tokenizer: Any, reports: list[Trained]) -> None:
-    """Write the draft in bf16, its tokenizer and its model card."""
-    folder = Path(s.zoo) / name
-    folder.mkdir(parents=True, exist_ok=True)
-    in_dtype(draft, torch.bfloat16)
-    draft.config.dtype = torch.bfloat16
-    draft.save_pretrained(folder)
-    if zoo.tokenizer_folder(folder) is None:  # the package's models share one
-        tokenizer.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)
-    (folder / "README.md").write_text(card(s, name, draft, reports))
 
 
 def card(s: Settings, name: str, draft: Any, reports: list[Trained]) -> str:
@@ -265,7 +240,7 @@ def main(s: Settings) -> None:
     rows = []
     for name in s.drafts:
         draft, reports = fit(s, name, target, tokenizer)
-        export(s, name, draft, tokenizer, reports)
+        export(draft, Path(s.zoo) / name, tokenizer, card(s, name, draft, reports))
         for stage, report in enumerate(reports, 1):
             rows += [
                 {"draft": name, "stage": stage, **row, "seconds": report.seconds} for row in report.curve

@@ -10,7 +10,6 @@ an interrupted run. The target runs in float32, on the GPU if there is one. For 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,29 +20,24 @@ from accelerate import PartialState
 
 from specdec.drafts.spire import SpireModel
 from specdec.lab.console import short_errors
+from specdec.lab.fitting import OnCorpus, Trains, main_process, told
 from specdec.lab.loading import load
 from specdec.lab.options import option, parse
-from specdec.lab.recipe import Recipe
-from specdec.lab.report import write
 from specdec.lab.states import stream_states, text_states
-from specdec.lab.streams import Streams
 from specdec.lab.variants import Variant, last_blocks
 from specdec.masks.text import parse as parse_mask
 from specdec.training.forward import KPass, Parallel
 from specdec.training.losses import HardLoss, MixedLoss
-from specdec.training.train import Settings as Training
 from specdec.training.train import train
 
 
 @dataclass(frozen=True)
-class Settings(Recipe):
+class Settings(Trains, OnCorpus):
     target: str = option("pocket-target", "a pocket model, a folder or a hub id")
     out: str = option("runs/pocket-spire", "folder of the trained draft")
     dataset: str = option("", "a data set of the hub, or a folder or .txt file; default: the corpus")
     column: str = option("text", "the data set's text column")
     length: int = option(1024, "tokens per sequence; the corpus has 1024")
-    work: str = option("runs/pocket", "folder for shards and cached states")
-    site: str = option("", "more site-packages folders for the corpus, separated by commas")
     layers: int = option(2, "number of the target's last blocks to copy")
     sinks: int = option(1, "first positions that are always seen")
     window: int = option(64, "window size; 0: unlimited (ablation: no sparse KV)")
@@ -56,13 +50,8 @@ class Settings(Recipe):
     k: int = option(4, "passes, and positions of a block")
     tokens: float = option(7.484, "millions of training tokens")
     epochs: float = option(2.0, "passes over the tokens")
-    batch: int = option(2, "sequences per step")
-    muon_lr: float = option(0.03)
-    adam_lr: float = option(0.009)
-    warmup: float = option(0.03, "share of the steps in which the learning rate rises")
-    decay: float = option(0.8, "likewise")
-    compile: bool = option(True, "torch.compile of the loss")
     validation: int = option(32, "number of validation sequences")
+    validations: int = option(20, "how often to validate")
 
 
 def variant(s: Settings) -> Variant:
@@ -111,25 +100,17 @@ def main(s: Settings) -> None:
         )
         held = text_states(target, tokenizer, s.work, s.dataset, s.column, s.length, layers, held_tokens)
     else:
-        streams = Streams(work=s.work, site=s.site)
-        data = stream_states(target, tokenizer, streams, layers, tokens)
-        held = stream_states(target, tokenizer, streams, layers, held_tokens, "validation")
+        data = stream_states(target, tokenizer, s.streams, layers, tokens)
+        held = stream_states(target, tokenizer, s.streams, layers, held_tokens, "validation")
     steps = max(1, int(len(data) * s.epochs / s.batch))
-    training = Training(
-        steps, s.batch, s.muon_lr, s.adam_lr, warmup=s.warmup, decay=s.decay, compile=s.compile, seed=s.seed,
-        validate_every=max(1, steps // 20),
-    )  # fmt: skip
     folder = Path(s.out)
     folder.mkdir(parents=True, exist_ok=True)
-
-    def tell(row: dict[str, float]) -> None:
-        print(json.dumps({name: round(value, 4) for name, value in row.items()}), flush=True)
-
     report = train(
-        draft, target, data, loss=chosen.loss, forward=chosen.forward, settings=training, validation=held,
-        checkpoint=folder.with_name(folder.name + ".pt"), on_validation=tell,
+        draft, target, data, loss=chosen.loss, forward=chosen.forward, settings=s.training(steps),
+        validation=held, checkpoint=folder.with_name(folder.name + ".pt"),
+        on_validation=lambda row: print(told(row), flush=True),
     )  # fmt: skip
-    if not PartialState().is_main_process:
+    if not main_process():
         return
     for stale in ("spire.json", "memory.safetensors"):  # left by another draft in this folder
         (folder / stale).unlink(missing_ok=True)
@@ -141,8 +122,7 @@ def main(s: Settings) -> None:
         "tokens_per_second": report.tokens / max(report.seconds, 1e-9),
     }
     print(f"{folder}: {report.tokens / 1e6:.1f} M tokens in {report.seconds / 60:.0f} minutes")
-    if s.json:
-        write(s.json, [{**row, **seen} for row in report.curve], s.seed)
+    s.save({**row, **seen} for row in report.curve)
 
 
 if __name__ == "__main__":

@@ -26,19 +26,17 @@ import specdec as sd
 from specdec import lab
 from specdec.capabilities import DraftPart
 from specdec.drafts.siblings import Distinct, Independent, TopAndOne
-from specdec.lab.bootstrap import Clusters, efficiency
+from specdec.lab.bootstrap import DRAWS, Clusters, figures
 from specdec.lab.console import progress, short_errors, table
-from specdec.lab.loading import draft_part, load
+from specdec.lab.on_texts import OnDevelopment
 from specdec.lab.options import option, parse
-from specdec.lab.prompt_file import Entry, pieces, read, shipped
-from specdec.lab.recipe import Replayed
+from specdec.lab.prompt_file import Entry
 from specdec.lab.verifying import accepted_by
 from specdec.protocols import Verifier
 
 
 @dataclass(frozen=True)
-class Settings(Replayed):
-    target: str = option("pocket-target", "a pocket model, a folder or a hub id")
+class Settings(OnDevelopment):
     drafts: tuple[str, ...] = option(
         ("vanilla=pocket-vanilla", "tiny=pocket-tiny", "spire=pocket-spire", "ngram"),
         "NAME=DRAFT, or a draft alone",
@@ -48,13 +46,7 @@ class Settings(Replayed):
         ("2x2", "3x2x1", "4x2x1x1", "2x2:distinct", "3x2x1:distinct"),
         "children by depth, of trees of the first draft; distinct: drawn without replacement; greedy: the most probable ones and a draw",
     )
-    prompts: str | None = option(
-        None, "JSON-lines file of prompts (default: the development ones)", metavar="FILE"
-    )
-    count: int | None = option(48, "use the first prompts only", metavar="N")
-    context: int = option(192, "tokens of each prompt")
     new_tokens: int = option(32, "positions of each text at which blocks start, or tokens decoded")
-    temperatures: tuple[float, ...] = option((0.6, 1.0), "of the target and the drafts")
     k: tuple[int, ...] = option((4, 8), "block lengths of chains", metavar="N")
     draws: int = option(4, "verifications of each tree")
 
@@ -67,7 +59,9 @@ INDEPENDENT: dict[str, Verifier] = {
 }
 
 
-def figures(sums: dict[str, np.ndarray], some: list[Entry], draws: int = 2000) -> Iterator[dict[str, Any]]:
+def by_category(
+    sums: dict[str, np.ndarray], some: list[Entry], draws: int = DRAWS
+) -> Iterator[dict[str, Any]]:
     """Tokens a round by verifier and category, from tokens and rounds ``[2, prompts]``, and ratios to the first verifier's."""
     categories = np.array([entry.category for entry in some])
     sources = np.array([entry.source or str(i) for i, entry in enumerate(some)])
@@ -76,7 +70,7 @@ def figures(sums: dict[str, np.ndarray], some: list[Entry], draws: int = 2000) -
         clusters = Clusters(sources[at], draws)
         first = next(iter(sums.values()))[:, at]
         for verifier, mine in sums.items():
-            row = efficiency([mine[:, at]] * 2, [first] * 2, clusters, least=1)
+            row = figures(mine[:, at], first, clusters, least=1)
             yield {"category": category, "verifier": verifier, **row}
 
 
@@ -116,7 +110,7 @@ def chains(
                     }
                     sums = {v: torch.stack([e.tokens, e.rounds]).numpy() for v, e in made.items()}
                     label = {"part": "chains", "draft": name, "temperature": temperature, "k": str(k)}
-                    yield from (label | row for row in figures(sums, some))
+                    yield from (label | row for row in by_category(sums, some))
 
 
 def trees(s: Settings, target: sd.HFModel, model: Any, some: list[Entry]) -> Iterator[dict[str, Any]]:
@@ -129,16 +123,14 @@ def trees(s: Settings, target: sd.HFModel, model: Any, some: list[Entry]) -> Ite
             decoder = base.draft(tree(model, shape)).build()
             sums = accepted_by(decoder, prompts, rules(shape), s.new_tokens, s.draws, seed=s.seed)
             label = {"part": "trees", "draft": "tree", "temperature": temperature, "k": shape}
-            yield from (label | row for row in figures(sums, some))
+            yield from (label | row for row in by_category(sums, some))
 
 
 def main(s: Settings) -> None:
     s.begin()
     with short_errors():
-        target = sd.HFModel(*load(s.target, s.precision, s.place))
-        entries = read(s.prompts) if s.prompts else shipped(split="validation")
-        some = pieces(entries, target.tokenizer, s.context, 1)[: s.count]
-        parts = dict(draft_part(spec, target, 64, 1, s.precision) for spec in s.drafts)
+        target = s.loaded()
+        some, parts = s.pieces(target), s.parts(target)
     model = next(iter(parts.values())).model
     rows = [*chains(s, target, parts, some), *trees(s, target, model, some)]
     shown = (

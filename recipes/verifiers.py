@@ -20,7 +20,7 @@ import numpy as np
 import specdec as sd
 from specdec import zoo
 from specdec.drafts.siblings import Distinct, TopAndOne
-from specdec.lab.bootstrap import Clusters, efficiency
+from specdec.lab.bootstrap import Clusters, figures
 from specdec.lab.console import progress, table
 from specdec.lab.options import option, parse
 from specdec.lab.prompt_file import pieces, shipped
@@ -89,7 +89,7 @@ def main(s: Settings) -> None:
             first = np.stack([tokens, next(iter(rounds.values()))])
             for name, mine in rounds.items():
                 made = stats[name]
-                found = efficiency([np.stack([tokens, mine])] * 2, [first] * 2, clusters)
+                found = figures(np.stack([tokens, mine]), first, clusters)
                 rows.append({
                     "drafting": drafting, "temperature": temperature, "verifier": name, "nodes": base.build().draft.info.nodes(length),
                     "tau": found["tau"], "low": found["tau_low"], "high": found["tau_high"], "ratio": found["ratio"],

@@ -18,12 +18,13 @@ from specdec.audit.tau import Efficiency
 from specdec.cost import Fitted, Host, Shape, Window, magicdec, spire, vanilla
 from specdec.data.prompts import entries
 from specdec.lab import grid_plan
+from specdec.lab.bootstrap import DRAWS, LEAST, interval
 from specdec.lab.calibrated import Around, Bare, Calibrated, Model, fit
 from specdec.lab.grid import GridSettings, turns
 from specdec.lab.grid_plan import Probe, estimate, minutes
 from specdec.lab.grid_rows import grid_rows
 from specdec.lab.grid_summary import Statement, Verdict, noise, summary, verdict
-from specdec.lab.multipliers import DRAWS, Recording, Taus, interval, packages_of, ratio, round_seconds
+from specdec.lab.multipliers import Recording, Taus, packages_of, ratio, round_seconds
 from specdec.lab.steady import Measured, Run
 from specdec.stats import Stats
 
@@ -282,13 +283,13 @@ def test_intervals_are_over_packages_and_repeats():
 
 
 def test_too_few_packages_or_repeats_give_no_interval():
-    few, enough = ([runs("spire", 4, [1.0] * n), runs("plain", 0, [1.0] * n)] for n in (5, 6))
-    assert texts(5).drawn("spire", 8, 4) is None
-    for cases, packages in ((few, 8), (enough, 5), (few, 5)):
+    few, enough = ([runs("spire", 4, [1.0] * n), runs("plain", 0, [1.0] * n)] for n in (LEAST - 1, LEAST))
+    assert texts(LEAST - 1).drawn("spire", 8, 4) is None
+    for cases, packages in ((few, 8), (enough, LEAST - 1), (few, LEAST - 1)):
         value, low, high = ratio(*cases, 8, texts(packages))
         assert (low, high) == (None, None)
         assert value > 1
-    assert ratio(*enough, 8, texts(6))[1] is not None
+    assert ratio(*enough, 8, texts(LEAST))[1] is not None
 
 
 def test_taus_are_kept_by_package():

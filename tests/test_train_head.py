@@ -14,7 +14,6 @@ from tiny_states import stateful
 
 import specdec as sd
 from specdec.drafts.heads import PEagle
-from specdec.lab.documents import documents, packed
 from specdec.lab.head_kinds import KINDS, LOGITS, anchors, mask_token_of
 from specdec.lab.loading import load
 from specdec.lab.states import sequence_states
@@ -229,43 +228,6 @@ def test_the_disk_is_asked_before_it_is_filled(recipe, place, tmp_path, monkeypa
     monkeypatch.setattr(recipe.shutil, "disk_usage", full)
     again = settings(recipe, place, tmp_path / "again", record=True, work=str(tmp_path / "work"))
     recipe.main(again)  # everything is stored already
-
-
-def test_chats_become_texts(tmp_path):
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = CHAT
-    mine = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
-    theirs = [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]
-    file = tmp_path / "chat.jsonl"
-    file.write_text("".join(json.dumps({"talk": talk}) + "\n\n" for talk in (mine, theirs)))
-    found = list(packed(tokenizer, documents(str(file), "talk"), 24, 9))
-    said = "<user>a b<assistant>c" * 2  # the template's own ends, and no end token
-    assert tokenizer.decode(torch.cat(found)[0]) == said[:25]
-    with pytest.raises(SystemExit, match="a message has role: messages have role and content"):
-        list(packed(tokenizer, [[{"role": "user"}]], 4, 1))
-
-
-def test_tables_are_read(tmp_path):
-    pytest.importorskip("datasets")
-    file = tmp_path / "rows.csv"
-    file.write_text("body,n\nsome text,1\nother text,2\n")
-    assert list(documents(str(file), "body")) == ["some text", "other text"]
-
-
-def test_files_and_folders_are_read(tmp_path):
-    folder = tmp_path / "texts"
-    (folder / "more").mkdir(parents=True)
-    (folder / "a.txt").write_text("one\ntwo\n", encoding="utf-8")
-    (folder / "more" / "b.TXT").write_text("ünter", encoding="utf-8")
-    assert list(documents(str(folder), "text")) == ["one\ntwo\n", "ünter"]
-    for name in ("rows.JSONL", "rows.ndjson"):
-        (tmp_path / name).write_text('{"text": "a"}\n', encoding="utf-8")
-        assert list(documents(str(tmp_path / name), "text")) == ["a"]
-    (tmp_path / "bad.json").write_text("{", encoding="utf-8")
-    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
-    for name in ("bad.json", "bad.txt"):
-        with pytest.raises(SystemExit, match=f"--dataset .*{name}: it "):
-            list(documents(str(tmp_path / name), "text"))
 
 
 def test_a_run_does_not_continue_with_another_text(recipe, place, tmp_path):

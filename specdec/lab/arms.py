@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from specdec.decoder import Decoder
+from specdec.lab.bootstrap import DRAWS, Clusters, ends
 from specdec.stats import Stats
 from specdec.types import Round
-
-FEWEST = 5  # workloads for an interval
 
 
 @dataclass(frozen=True)
@@ -80,9 +78,9 @@ def pool_run(
 
 
 def goodput(
-    runs: Sequence[PoolRun], base: Sequence[PoolRun] | None = None, draws: int = 2000, seed: int = 0
+    runs: Sequence[PoolRun], base: Sequence[PoolRun] | None = None, draws: int = DRAWS, seed: int = 0
 ) -> tuple[float, float | None, float | None]:
-    """Tokens of all runs over their seconds, with a 95 % interval by bootstrap over workloads; ``None`` for fewer than 5 of them.
+    """Tokens of all runs over their seconds, with a 95 % interval by bootstrap over workloads; ``None`` for too few of them.
 
     Args:
         runs: one for each workload. base: give the ratio to another configuration's goodput on the same workloads.
@@ -93,19 +91,12 @@ def goodput(
         raise ValueError(
             f"base has {len(base)} runs and runs {len(runs)}: give one of each for every workload"
         )
-    groups = [
-        [(run.tokens, run.seconds) for run in some] for some in ((runs,) if base is None else (runs, base))
+    sums = [
+        np.array([(run.tokens, run.seconds) for run in some]).T for some in (runs, base) if some is not None
     ]
-    sums = torch.tensor(groups, dtype=torch.float64)  # [1 or 2, workloads, 2]
-
-    def speed(sums: Tensor) -> Tensor:
-        rates = sums[..., 0] / sums[..., 1]
-        return rates[0] if base is None else rates[0] / rates[1]
-
-    value = float(speed(sums.sum(1)))
-    if len(runs) < FEWEST:
-        return value, None, None
-    picks = torch.randint(len(runs), (draws, len(runs)), generator=torch.Generator().manual_seed(seed))
-    drawn = speed(sums[:, picks].sum(2))
-    low, high = drawn.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return value, low, high
+    clusters = Clusters(np.arange(len(runs)), draws, seed)
+    values = [float(tokens.sum() / spent.sum()) for tokens, spent in sums]
+    drawn = [clusters.ratios(*each) for each in sums] if clusters.enough else []
+    if base is None:
+        return values[0], *ends(drawn[0] if drawn else None)
+    return values[0] / values[1], *ends(drawn[0] / drawn[1] if drawn else None)

@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 
-LEAST = 5  # clusters for an interval
+LEAST = 5
+"""The fewest clusters (sources, packages, workloads, repeats) whose bootstrap is an interval: four have 35 samples."""
+DRAWS = 2000
+FIGURES = ("tau", "tau_low", "tau_high", "ratio", "ratio_low", "ratio_high", "texts", "sources")
 
 
 class Clusters:
@@ -17,7 +20,7 @@ class Clusters:
         sources: ``[C]`` the cluster of each text. draws, seed: of the bootstrap.
     """
 
-    def __init__(self, sources: Sequence[str] | np.ndarray, draws: int = 2000, seed: int = 0):
+    def __init__(self, sources: Sequence[str] | np.ndarray, draws: int = DRAWS, seed: int = 0):
         self.names, self._place = np.unique(np.asarray(sources), return_inverse=True)
         self._picks = np.random.default_rng(seed).integers(0, len(self), (draws, len(self)))
 
@@ -29,35 +32,49 @@ class Clusters:
         """Whether there are enough clusters for an interval."""
         return len(self) >= LEAST
 
+    def by_cluster(self, values: np.ndarray) -> np.ndarray:
+        """``[len(self)]`` the sum of ``values [C]`` in every cluster."""
+        return np.bincount(self._place, values, len(self))
+
     def sums(self, values: np.ndarray) -> np.ndarray:
         """``[draws]`` the sum of ``values [C]`` in every draw."""
-        return np.bincount(self._place, values, len(self))[self._picks].sum(1)
+        return self.by_cluster(values)[self._picks].sum(1)
 
     def ratios(self, above: np.ndarray, below: np.ndarray) -> np.ndarray:
         """``[draws]`` the ratio of two sums, such as tokens and rounds."""
         return self.sums(above) / self.sums(below)
 
 
-def interval(values: np.ndarray) -> tuple[float, float]:
+def interval(drawn: np.ndarray) -> tuple[float, float]:
     """The 2.5 % and the 97.5 % quantile of bootstrap draws."""
-    low, high = np.quantile(values, [0.025, 0.975]).tolist()
+    low, high = np.quantile(drawn, [0.025, 0.975]).tolist()
     return low, high
 
 
-def efficiency(
-    mine: Sequence[np.ndarray], theirs: Sequence[np.ndarray], clusters: Clusters, least: int = LEAST
+def ends(drawn: np.ndarray | None) -> tuple[float | None, float | None]:
+    """As ``interval``; ``None`` of no draws, where there are too few clusters."""
+    return (None, None) if drawn is None else interval(drawn)
+
+
+def bounded_figures(
+    mine: Sequence[np.ndarray], other: Sequence[np.ndarray], clusters: Clusters, least: int = LEAST
 ) -> dict[str, Any]:
-    """τ and its ratio to another method's, with intervals for ``least`` clusters or more.
+    """``FIGURES``: τ and its ratio to another method's, with intervals for ``least`` clusters or more.
 
     Args:
-        mine, theirs: tokens and rounds ``[2, C]`` for the lower and the upper bound of τ.
+        mine, other: tokens and rounds ``[2, C]`` for the lower and the upper bound of τ.
     """
-    low, high, other_low, other_high = (float(s[0].sum() / s[1].sum()) for s in (*mine, *theirs))
-    row: dict[str, Any] = {"tau": (low + high) / 2, "tau_low": None, "tau_high": None}
-    row |= {"ratio": row["tau"] * 2 / (other_low + other_high), "ratio_low": None, "ratio_high": None}
+    low, high, other_low, other_high = (float(s[0].sum() / s[1].sum()) for s in (*mine, *other))
+    row: dict[str, Any] = dict.fromkeys(FIGURES)
+    row |= {"tau": (low + high) / 2, "ratio": (low + high) / (other_low + other_high)}
     row |= {"texts": mine[0].shape[1], "sources": len(clusters)}
     if len(clusters) >= least:
-        ours, others = ([clusters.ratios(*sums) for sums in bounds] for bounds in (mine, theirs))
+        ours, theirs = ([clusters.ratios(*sums) for sums in bounds] for bounds in (mine, other))
         row |= {"tau_low": interval(ours[0])[0], "tau_high": interval(ours[1])[1]}
-        row |= {"ratio_low": interval(ours[0] / others[1])[0], "ratio_high": interval(ours[1] / others[0])[1]}
+        row |= {"ratio_low": interval(ours[0] / theirs[1])[0], "ratio_high": interval(ours[1] / theirs[0])[1]}
     return row
+
+
+def figures(mine: np.ndarray, other: np.ndarray, clusters: Clusters, least: int = LEAST) -> dict[str, Any]:
+    """As ``bounded_figures``, from tokens and rounds ``[2, C]`` that are exact."""
+    return bounded_figures([mine] * 2, [other] * 2, clusters, least)

@@ -10,7 +10,7 @@ import numpy as np
 
 from specdec.audit.tau import Efficiency
 from specdec.lab import plots
-from specdec.lab.bootstrap import LEAST, Clusters, efficiency, interval
+from specdec.lab.bootstrap import DRAWS, LEAST, Clusters, bounded_figures, interval
 from specdec.lab.console import Framed, table
 from specdec.lab.replays import Replay
 from specdec.lab.simulating import Simulation
@@ -110,7 +110,7 @@ def compare(
     k: int | Sequence[int] | None = None,
     reference: str | None = None,
     by_category: bool = True,
-    draws: int = 2000,
+    draws: int = DRAWS,
     seed: int = 0,
 ) -> Comparison:
     """τ of drafts on the same texts, and its ratio to a reference's, with 95 % intervals.
@@ -150,7 +150,9 @@ def compare(
         for (name, n), bounds in sums.items():
             other = sums.get((reference, n)) or sums[reference, lengths[reference][0]]
             row: dict[str, Any] = {"method": name, "category": group, "k": n}
-            row |= efficiency([b.numpy()[:, at] for b in bounds], [b.numpy()[:, at] for b in other], clusters)
+            row |= bounded_figures(
+                [b.numpy()[:, at] for b in bounds], [b.numpy()[:, at] for b in other], clusters
+            )
             if name == reference and bounds is other:  # also where it is bounded
                 row |= dict.fromkeys(("ratio", "ratio_low", "ratio_high"), 1.0)
             row |= {"exact": named[name].exact, "lossless": named[name].lossless}

@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.lab.bootstrap import Clusters, interval
+import torch
+
+from specdec.lab.bootstrap import FIGURES, Clusters, ends, figures, interval
 from specdec.lab.comparing import compare
 from specdec.lab.contenders import Contender, Way, kept
 from specdec.lab.multipliers import Taus, ratio, speed
-from specdec.lab.multipliers import interval as middle
 from specdec.lab.replays import Replay
 from specdec.lab.steady import Measured
 from specdec.lab.turns import PLAIN, Case, drafting_ms
 
 Row = dict[str, Any]
-FIGURES = ("tau", "tau_low", "tau_high", "ratio", "ratio_low", "ratio_high", "texts", "sources")
 
 
 def tau_rows(
@@ -95,15 +95,9 @@ def window_row(
 
 def _paired(mine: Replay, k: int | None, other: Replay, other_k: int) -> Row:
     """τ with an interval, and its paired ratio to another replay's."""
-    clusters = Clusters(mine.trace.sources)
-    ours, theirs = ([t.numpy() for t in made[:2]] for made in (mine.efficiency(k), other.efficiency(other_k)))
-    row: Row = {"tau": float(ours[0].sum() / ours[1].sum()), **dict.fromkeys(FIGURES[1:6])}
-    row["ratio"] = row["tau"] / float(theirs[0].sum() / theirs[1].sum())
-    if clusters.enough:
-        drawn, others = clusters.ratios(*ours), clusters.ratios(*theirs)
-        row["tau_low"], row["tau_high"] = interval(drawn)
-        row["ratio_low"], row["ratio_high"] = interval(drawn / others)
-    return row
+    each = (mine.efficiency(k), other.efficiency(other_k))
+    made = figures(*(torch.stack(e[:2]).numpy() for e in each), Clusters(mine.trace.sources))
+    return {name: made[name] for name in FIGURES[:6]}
 
 
 def speed_rows(
@@ -130,7 +124,7 @@ def speed_rows(
             row = {"part": "speed", **about[case.way.method]}
             row |= {"drafting": case.way.drafting, "verifier": case.verifier}
         row |= at | {"batch": batch, "k": m.k, "nodes": case.nodes}
-        low, high = middle(taus.drawn(m.method, context, m.k))
+        low, high = ends(taus.drawn(m.method, context, m.k))
         row |= {"tau": taus.tau(m.method, context, m.k), "tau_low": low, "tau_high": high, "live_tau": m.tau}
         row |= {"draft_ms": drafting_ms(m, plain), "round_ms": 1e3 * m.round_seconds}
         row |= {"tokens_per_second": batch * speed(m, context, taus)}

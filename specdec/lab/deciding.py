@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from specdec.lab import plots
-from specdec.lab.bootstrap import LEAST, Clusters, interval
+from specdec.lab.bootstrap import DRAWS, LEAST, Clusters, interval
 from specdec.lab.clock import middle
 from specdec.lab.comparing import Result, by_name, lossy
 from specdec.lab.console import Framed, table
@@ -94,7 +94,7 @@ def decide(
     clock: Clock,
     k: int | Sequence[int] | None = None,
     places: Sequence[tuple[int, int]] | None = None,
-    draws: int = 2000,
+    draws: int = DRAWS,
     seed: int = 0,
 ) -> Decision:
     """Tokens a second of every method, τ without noise times batch over the seconds of a round, at every batch and context.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from specdec.lab.bootstrap import ends
 from specdec.lab.calibrated import Calibrated
-from specdec.lab.multipliers import Taus, interval, ratio, speed
+from specdec.lab.multipliers import Taus, ratio, speed
 from specdec.lab.steady import Measured, executor_of
 
 K = 4
@@ -47,7 +48,7 @@ def grid_rows(
             if taus is not None:
                 tau = taus.tau(m.method, context, m.k)
                 low, high = ratio(m, plain, context, taus)[1:]
-                tau_low, tau_high = interval(taus.drawn(m.method, context, m.k))
+                tau_low, tau_high = ends(taus.drawn(m.method, context, m.k))
                 row |= {"multiplier_low": low, "multiplier_high": high, "live_tau": row["tau"], "tau": tau}
                 row |= {"tau_low": tau_low, "tau_high": tau_high}
             row |= {f"{stage}_seconds": m.stage(stage) for stage in ("draft", "target", "verify", "other")}

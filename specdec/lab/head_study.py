@@ -44,7 +44,7 @@ class StudySettings:
     k: int = option(8, "the longest chain; a head that proposes fewer at most is asked for those")
     trees: tuple[int, ...] = option((12,), "nodes of trees", metavar="N")
     batches: tuple[int, ...] = option((1, 4, 16), "rows decoded together", metavar="N")
-    repeats: int = option(6, "timed runs of each method; fewer than 6 give no interval")
+    repeats: int = option(6, "timed runs of each method; fewer than 5 give no interval")
     run_tokens: int = option(10, "tokens a row of a timed run, on average")
     new_tokens: int = option(32, "positions of each text at which rounds start")
     count: int = option(48, "test prompts, of 72; half as many of the validation packages")

@@ -105,7 +105,7 @@ def compare(
 
     The decoders run in turn, so that a slow moment of the machine affects all alike. Each repeat takes the next prompts and fresh seeds, the same for
     all; a first run of each, which compiles and warms up, is not counted. Speed is decoded tokens over the seconds of all rounds but the prefill.
-    Speeds and ratios are geometric means, and ratios are paired by repeat. Their interval is a 95 % bootstrap over the repeats; of fewer than 6 it is their range, and one repeat has none, and
+    Speeds and ratios are geometric means, and ratios are paired by repeat. Their interval is a 95 % bootstrap over the repeats; of fewer than 5 it is their range, and one repeat has none, and
     shows no winner. It covers the noise of the machine and of the prompts drawn, and prompts that are reused count again. ``lab.decide`` computes τ
     without this noise. A decoder with a lossy verifier is marked in the column ``lossless``, and it is not named the best beside lossless ones.
 

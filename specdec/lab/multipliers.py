@@ -16,12 +16,10 @@ import torch
 
 from specdec.audit.tau import Efficiency
 from specdec.data.prompts import entries
+from specdec.lab.bootstrap import DRAWS, LEAST, Clusters, ends
 from specdec.lab.clock import middle
-from specdec.lab.paired import FEW
 from specdec.lab.steady import Measured
 from specdec.lab.tau import Texts, each_k, sample
-
-DRAWS = 2000
 
 
 @dataclass(frozen=True)
@@ -42,29 +40,24 @@ class Taus:
 
     def drawn(self, method: str, context: int, k: int) -> np.ndarray | None:
         """``[DRAWS]``: τ over packages drawn with replacement, the same ones for every method and k; ``None`` for too few packages."""
-        names, place = np.unique(self.packages[context], return_inverse=True)
-        if len(names) < FEW:
+        clusters = Clusters(self.packages[context])
+        if not clusters.enough:
             return None
         if not k:
             return np.ones(DRAWS)
-        picks = np.random.default_rng(0).integers(0, len(names), (DRAWS, len(names)))
         made = self.scores[method, context, k]
-        tokens, rounds = (np.bincount(place, t.numpy(), len(names)) for t in (made.tokens, made.rounds))
-        return tokens[picks].sum(1) / rounds[picks].sum(1)
+        return clusters.ratios(made.tokens.numpy(), made.rounds.numpy())
 
     def rows(self, about: str) -> list[dict[str, Any]]:
         """Rows for a report, summed by package, which is all that τ and its intervals need. ``about`` names models and texts."""
-        packages = {
-            context: np.unique(names, return_inverse=True) for context, names in self.packages.items()
-        }
+        packages = {context: Clusters(names) for context, names in self.packages.items()}
         out: list[dict[str, Any]] = [
-            {"part": "texts", "about": about, "context": context, "packages": names.tolist()}
-            for context, (names, _) in packages.items()
+            {"part": "texts", "about": about, "context": context, "packages": clusters.names.tolist()}
+            for context, clusters in packages.items()
         ]
         for (method, context, k), made in self.scores.items():
-            names, place = packages[context]
             sums = {
-                f"expected_{name}": np.bincount(place, values.numpy(), len(names)).tolist()
+                f"expected_{name}": packages[context].by_cluster(values.numpy()).tolist()
                 for name, values in (("tokens", made.tokens), ("rounds", made.rounds))
             }
             out.append({"part": "score", "method": method, "context": context, "k": k, **sums})
@@ -144,14 +137,6 @@ def round_seconds(case: Measured, draws: int = DRAWS) -> np.ndarray:
     return np.asarray(middle(seconds[first[visit] + place.astype(np.int64)].reshape(draws, -1)))
 
 
-def interval(drawn: np.ndarray | None) -> tuple[float | None, float | None]:
-    """The middle 95 % of draws."""
-    if drawn is None:
-        return None, None
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    return float(low), float(high)
-
-
 def speed(case: Measured, context: int, taus: Taus | None) -> float:
     """Tokens a second of a row: τ over a round's seconds."""
     tau = case.tau if taus is None else taus.tau(case.method, context, case.k)
@@ -164,7 +149,6 @@ def ratio(
     """The speed of one method over another's at a grid point, with a paired interval; ``None`` for too few packages or repeats."""
     drawn = [taus.drawn(one.method, context, one.k) for one in (case, other)]
     draws = None
-    enough = min(len(case.runs), len(other.runs)) >= FEW
-    if enough and drawn[0] is not None and drawn[1] is not None:
+    if min(len(case.runs), len(other.runs)) >= LEAST and drawn[0] is not None and drawn[1] is not None:
         draws = drawn[0] / drawn[1] * round_seconds(other) / round_seconds(case)
-    return (speed(case, context, taus) / speed(other, context, taus), *interval(draws))
+    return (speed(case, context, taus) / speed(other, context, taus), *ends(draws))

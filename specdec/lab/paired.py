@@ -8,18 +8,16 @@ import numpy as np
 import torch
 
 from specdec.audit.tau import Efficiency
-from specdec.lab.bootstrap import Clusters, interval
+from specdec.lab.bootstrap import DRAWS, FIGURES, Clusters, figures, interval
 from specdec.lab.tau import Texts
 
-FEW = 6
 
-
-def mean_interval(values: np.ndarray, draws: int = 2000) -> tuple[float, float]:
-    """The 95 % bootstrap interval of the mean of ``values [n]``; the range of fewer than ``FEW``, which no bootstrap makes an interval."""
-    if len(values) < FEW:
+def mean_interval(values: np.ndarray, draws: int = DRAWS) -> tuple[float, float]:
+    """The 95 % bootstrap interval of the mean of ``values [n]``; the range of fewer than ``bootstrap.LEAST``, which no bootstrap makes an interval."""
+    clusters = Clusters(np.arange(len(values)), draws)
+    if not clusters.enough:
         return float(min(values)), float(max(values))
-    means = np.random.default_rng(0).choice(values, (draws, len(values))).mean(1)
-    return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
+    return interval(clusters.sums(values) / len(values))
 
 
 def part(made: Efficiency, which: np.ndarray) -> Efficiency:
@@ -28,7 +26,7 @@ def part(made: Efficiency, which: np.ndarray) -> Efficiency:
 
 
 def intervals(
-    mine: Efficiency, other: Efficiency | None, documents: np.ndarray, draws: int = 2000, seed: int = 0
+    mine: Efficiency, other: Efficiency | None, documents: np.ndarray, draws: int = DRAWS, seed: int = 0
 ) -> dict[str, float | None]:
     """τ, and its ratio to ``other``'s on the same texts, with 95 % intervals by bootstrap over source files (paired).
 
@@ -37,21 +35,11 @@ def intervals(
     Args:
         documents: ``[C]``: the source of each text.
     """
-    clusters = Clusters(documents, draws, seed)
-
-    def taus(e: Efficiency) -> np.ndarray:
-        return clusters.ratios(e.tokens.numpy(), e.rounds.numpy())
-
-    def ends(values: np.ndarray) -> tuple[float | None, float | None]:
-        return interval(values) if clusters.enough else (None, None)
-
-    ours = taus(mine)
-    row: dict[str, float | None] = {"tau": mine.tau, **dict(zip(("low", "high"), ends(ours)))}
-    ratio: dict[str, float | None] = dict.fromkeys(("ratio_to_vanilla", "ratio_low", "ratio_high"))
-    if other is not None:
-        low, high = ends(ours / taus(other))
-        ratio = {"ratio_to_vanilla": mine.tau / other.tau, "ratio_low": low, "ratio_high": high}
-    return {**row, **ratio}
+    ours, theirs = (torch.stack(e[:2]).numpy() for e in (mine, mine if other is None else other))
+    made = figures(ours, theirs, Clusters(documents, draws, seed))
+    names = {"tau": "tau", "tau_low": "low", "tau_high": "high", "ratio": "ratio_to_vanilla"}
+    known = FIGURES[:3] if other is None else FIGURES[:6]
+    return {names.get(name, name): made[name] if name in known else None for name in FIGURES[:6]}
 
 
 def rows_of(

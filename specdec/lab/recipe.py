@@ -15,11 +15,10 @@ from specdec.lab.report import write
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """The base of a recipe's settings."""
+class Reported:
+    """The base of the settings of a recipe that needs no random numbers of its own."""
 
     threads: int = option(1, "torch threads")
-    seed: int = option(0, "random seed (default: 0)")
     json: str | None = option(None, "write the rows as JSON", metavar="FILE")
 
     def begin(self) -> None:
@@ -27,10 +26,21 @@ class Recipe:
         torch.set_num_threads(self.threads)
         quiet()
 
-    def save(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write the report if ``json`` is set."""
+    def save(self, rows: Iterable[Mapping[str, Any]], seed: int | None = None) -> None:
+        """Write the report, with the ``seed`` of its figures, if ``json`` is set."""
         if self.json:
-            write(self.json, rows, self.seed)
+            write(self.json, rows, seed)
+
+
+@dataclass(frozen=True)
+class Recipe(Reported):
+    """The base of a recipe's settings."""
+
+    seed: int = option(0, "random seed (default: 0)")
+
+    def save(self, rows: Iterable[Mapping[str, Any]], seed: int | None = None) -> None:
+        """As ``Reported.save``, by default with the settings' seed."""
+        super().save(rows, self.seed if seed is None else seed)
 
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
@@ -54,8 +64,18 @@ class Placement:
         "auto", "of weights (default: auto, as they are stored; float32 for pocket models)"
     )
 
+<<<<<<< HEAD
     def check_device(self) -> None:
         """Raise SystemExit if there is no such device."""
+=======
+    def begin(self) -> None:
+        """As ``Reported.begin``.
+
+        Raises:
+            SystemExit: there is no such device.
+        """
+        super().begin()
+>>>>>>> 78079d8 (lab: one bootstrap, and settings that recipes share)
         try:
             kind = torch.device(self.device or "cpu").type
         except RuntimeError:
@@ -102,13 +122,13 @@ class Replayed(Placed):
 
 
 @dataclass(frozen=True)
-class Plotted(Recipe):
-    """The base of the settings of recipes that draw figures."""
+class WithPlots(Reported):
+    """The base of the settings of recipes that draw figures, and need no random numbers of their own."""
 
     plots: str | None = option(None, "write PNGs into this folder (needs matplotlib)", metavar="DIR")
 
     def begin(self) -> None:
-        """As ``Recipe.begin``.
+        """As ``Reported.begin``.
 
         Raises:
             SystemExit: ``plots`` is set and matplotlib is missing.
@@ -122,3 +142,8 @@ class Plotted(Recipe):
         if self.plots:
             files = [plots.save(self.plots, name, make(), dpi) for name, make in drawings.items()]
             print("\nplots:", ", ".join(files))
+
+
+@dataclass(frozen=True)
+class Plotted(WithPlots, Recipe):
+    """The base of the settings of recipes that draw figures."""

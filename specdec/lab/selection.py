@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.cost.arms import ArmCosts
-from specdec.lab.bootstrap import Clusters, interval
+from specdec.lab.bootstrap import DRAWS, Clusters, interval
 from specdec.lab.replays import Replay
 from specdec.selectors.opening import Opening
 
@@ -313,7 +313,7 @@ def _spend(requests: Requests, times: RoundTimes, batch: int) -> np.ndarray:
 
 
 def ratio(
-    top: np.ndarray, bottom: np.ndarray, source: np.ndarray, draws: int = 2000, seed: int = 0
+    top: np.ndarray, bottom: np.ndarray, source: np.ndarray, draws: int = DRAWS, seed: int = 0
 ) -> tuple[float, float | None, float | None]:
     """Sum over sum, with a 95 % interval by bootstrap over sources and, where there are several, over repeats.
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from specdec.audit.tau import Efficiency
-from specdec.lab.bootstrap import Clusters, interval
+from specdec.lab.bootstrap import Clusters, figures
 
 Row = Mapping[str, Any]
+ENDS = ("ratio_low", "ratio_high")
 
 
 def training(made: Efficiency, sources: np.ndarray, **about: Any) -> dict[str, Any]:
@@ -20,9 +21,9 @@ def training(made: Efficiency, sources: np.ndarray, **about: Any) -> dict[str, A
     Args:
         sources: ``[C]`` the file of each text. about: ``method``, ``seed``, ``tokens`` of the training, ``texts`` and ``data``, which name the texts and the training data.
     """
-    names, place = np.unique(sources, return_inverse=True)
+    files = Clusters(sources)
     sums = {
-        name: np.bincount(place, values.numpy(), len(names)).tolist()
+        name: files.by_cluster(values.numpy()).tolist()
         for name, values in (("expected_tokens", made.tokens), ("expected_rounds", made.rounds))
     }
     accepted = (made.accepted.sum(0) / made.reached.sum(0)).tolist()
@@ -60,20 +61,24 @@ def together(rows: Iterable[Row], first: str = "spire", reference: str = "vanill
         if row["seed"] not in known:
             accepted.setdefault(at, []).append(row["accepted"])
         known[row["seed"]] = sums
-    out, leads, ends = [], [], ("ratio_low", "ratio_high")
+    out, leads = [], []
     for (tokens, method), known in sorted(seeds.items(), key=lambda item: item[0][0]):
         mine = np.mean(list(known.values()), 0)
-        each = [float(s[0].sum() / s[1].sum()) for seed, s in known.items() if seed is not None]
-        row = {"part": "tau", "method": method, "tokens": tokens} | _ratio(mine, None, "tau", ("low", "high"))
+        each = [_tau(sums) for seed, sums in known.items() if seed is not None]
+        made = _figures(mine, mine)
+        row = {"part": "tau", "method": method, "tokens": tokens, "tau": made["tau"]}
+        row |= {"low": made["tau_low"], "high": made["tau_high"]}
         if (tokens, reference) in seeds:
-            row |= _ratio(*_paired(known, seeds[tokens, reference]), "ratio_to_vanilla", ends)
+            made = _figures(*_paired(known, seeds[tokens, reference]))
+            row |= {"ratio_to_vanilla": made["ratio"], **{end: made[end] for end in ENDS}}
         row |= {"acceptance": np.mean(accepted[tokens, method], 0).tolist(), "sources": mine.shape[1]}
         row |= {"seeds": len(each), "by_seed": each, "seed_sd": stdev(each) if len(each) > 1 else None}
         out.append(row)
         if method != first and (top := seeds.get((tokens, first))):
-            ratios = [_ratio(top[seed], known[seed], "ratio")["ratio"] for seed in top if seed in known]
+            ratios = [_tau(top[seed]) / _tau(known[seed]) for seed in top if seed in known]
             lead = {"part": "lead", "method": first, "over": method, "tokens": tokens, "by_seed": ratios}
-            leads.append(lead | _ratio(*_paired(top, known), "ratio", ends))
+            made = _figures(*_paired(top, known))
+            leads.append(lead | {name: made[name] for name in ("ratio", *ENDS)})
     return out + leads
 
 
@@ -83,17 +88,11 @@ def _paired(a: dict[Any, np.ndarray], b: dict[Any, np.ndarray]) -> tuple[np.ndar
     return mine, other
 
 
-def _ratio(
-    mine: np.ndarray, other: np.ndarray | None, name: str, ends: tuple[str, str] | None = None
-) -> dict[str, Any]:
-    """τ of sums ``[2, sources]``, or its ratio to another's, with an interval over sources if ``ends`` are named and there are enough."""
-    value = mine[0].sum() / mine[1].sum()
-    if other is not None:
-        value /= other[0].sum() / other[1].sum()
-    if ends is None:
-        return {name: float(value)}
-    clusters = Clusters(np.arange(mine.shape[1]))
-    drawn = clusters.ratios(*mine)
-    if other is not None:
-        drawn = drawn / clusters.ratios(*other)
-    return {name: float(value), **dict(zip(ends, interval(drawn) if clusters.enough else (None, None)))}
+def _tau(sums: np.ndarray) -> float:
+    """τ of sums ``[2, sources]``."""
+    return float(sums[0].sum() / sums[1].sum())
+
+
+def _figures(mine: np.ndarray, other: np.ndarray) -> dict[str, Any]:
+    """``bootstrap.figures`` of sums ``[2, sources]``."""
+    return figures(mine, other, Clusters(np.arange(mine.shape[1])))
