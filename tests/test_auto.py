@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 import specdec as sd
 from specdec.arm_policy import Arm
-from specdec.lab.auto import _rows
+from specdec.lab.auto import Seconds, method_rows
 from specdec.lab.auto_runs import FEW, Measured, drained, each, estimates, of_kind, spread_of
 from specdec.selectors.fixed import Fixed
 from specdec.selectors.kinds import ByTemperature
@@ -237,13 +238,14 @@ def test_what_a_draft_reads_counts():
     """The seconds of a round, and for each new token a share of those in which the prompt was read."""
     runs = {"a/2": Measured(sd.decoder(GOOD).build(), None, 2, tokens=20, rounds=10)}
     arms = {"a/2": Arm(sd.drafts.Model(BAD), 2)}
-    rest = {"none": (1.1,), "a/2": (1.2,)}
-    for told, ratio in ((0.0, 2 / 1.5), (0.25, 2 / (1.5 + 2 * 0.25))):
-        plain, none, small = _rows(arms, runs, (1,), (1.0,), {"a/2": (0.3,)}, rest, {"a/2": told}, {})
+    draft, rest = {"a/2": (0.3,)}, {"none": (1.1,), "a/2": (1.2,)}
+    for read, ratio in ((0.0, 2 / 1.5), (0.05, 2 / (1.5 + 2 * 0.25))):
+        spent = Seconds((1.0,), draft, rest, {"a/2": read}, {})
+        plain, none, small = method_rows(arms, runs, (1,), spent, 5.0)
         assert (plain["ratio"], small["milliseconds"]) == (1, pytest.approx(1500))
         assert (none["ratio"], none["milliseconds"]) == (pytest.approx(1 / 1.1), pytest.approx(1100))
         assert small["ratio"] == pytest.approx(ratio)
-    small = _rows(arms, runs, (1,), (1.0,), {"a/2": (0.3,)}, rest, {"a/2": 0.25}, {"a/2": [(0.5,)]})[2]
+    small = method_rows(arms, runs, (1,), replace(spent, idle={"a/2": [(0.5,)]}), 5.0)[2]
     assert (small["ratio"], small["milliseconds"]) == (pytest.approx(2 / 2.5), pytest.approx(1500))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specdec.cost import Hardware, Shape
-from specdec.lab.regime import Machine, Regime, _makespan, grid
+from specdec.lab.regime import Machine, Regime, grid, makespan
 
 ENDLESS = 1e30
 TARGET = Shape(4, 64, 4, 1, 16, 128, 100)
@@ -83,8 +83,8 @@ def test_items_are_spread_over_cores():
             max(sum(x for x, at in zip(items, where) if at == core) for core in range(3))
             for where in product(range(3), repeat=6)
         )
-        assert best - 1e-12 <= _makespan(items, 3) <= 4 / 3 * best
-    assert _makespan((1.0,) * 500, 4) == 125
+        assert best - 1e-12 <= makespan(items, 3) <= 4 / 3 * best
+    assert makespan((1.0,) * 500, 4) == 125
 
 
 def test_a_grid_has_a_row_for_each_point_and_bad_points_are_refused():

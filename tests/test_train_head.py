@@ -73,8 +73,9 @@ def test_a_head_of_ones_own_is_trained_saved_and_continued(recipe, place, tmp_pa
     )
     check_trained(place, whole, "eagle3")
     card = (whole / "README.md").read_text()
-    assert "--length 32 --tokens 0.0022" in card
-    assert "--batch 4 --no-compile --validation 4" in card
+    assert "--tokens 0.0022 --batch 4 " in card
+    assert "--no-compile --validation 4 " in card
+    assert "--length 32 " in card
     assert f"| {said[-1]['validation_loss']:.3f} |" in card
 
     def stops(row):

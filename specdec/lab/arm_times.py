@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -105,50 +105,88 @@ def measured(
         raise ValueError(f"there are {len(prompts)} prompts: rounds of two sizes need at least 2")
     lengths = {name: _length(name, arm) for name, arm in arms.items()}
     base = builder(target).sampling(sampling or Sampling())
-    sizes = sorted({1, *(max(1, len(prompts) // part) for part in (1, 2, 4))})
-    alone = {
-        name: (base.draft(a.draft, lengths[name]) if lengths[name] else base).build()
-        for name, a in arms.items()
-    }
-    decoders = {}
-    for i, name in enumerate(arms):
-        whole = base.pool(arms, Fixed(i), stacked=True).build() if pooled else alone[name]
-        decoders[name] = {size: waited(for_some(whole, len(prompts), size)) for size in sizes}
-    kind = {
+    alone = {n: (base.draft(a.draft, lengths[n]) if lengths[n] else base).build() for n, a in arms.items()}
+    whole = alone
+    if pooled:
+        whole = {n: base.pool(arms, Fixed(i), stacked=True).build() for i, n in enumerate(arms)}
+    shared = {
         name: (weights(arm.draft.model) if isinstance(arm.draft, Model) else name, lengths[name])
         for name, arm in arms.items()
     }
-    runs: dict[tuple[Any, int], list[tuple[float, float, int]]] = {}
+    found, reads = _rounds(whole, alone, shared, prompts, rounds, repeats, seed)
+    plain = [n for n, a in arms.items() if a.draft is None or isinstance(a.draft, Model | Stateless)]
+    fitted = plain if not pooled and any(lengths[name] for name in plain) else list(arms)
+    verify = _verification([(size, one) for name in fitted for size, one in found[shared[name]].items()])
+    draft = tuple(
+        _drafting(k, found[shared[name]], verify) if k else (0.0, 0.0) for name, k in lengths.items()
+    )
+    return RoundTimes(draft, verify, tuple(reads[shared[name]] for name in arms))
+
+
+class _Round(NamedTuple):
+    """Medians of a round: seconds of all of it and of its drafting, and tokens that it drafted."""
+
+    whole: float
+    draft: float
+    drafted: float
+
+
+def _rounds(
+    decoders: Mapping[str, Any],
+    alone: Mapping[str, Any],
+    shared: Mapping[str, Any],
+    prompts: Sequence[Sequence[int]],
+    rounds: int,
+    repeats: int,
+    seed: int,
+) -> tuple[dict[Any, dict[int, _Round]], dict[Any, float]]:
+    """The rounds of each kind of arm, by number of rows, and its seconds of reading a token: runs of all arms in turn, after one that is not counted.
+
+    Args:
+        decoders: by arm, for all prompts. alone: those that use the arm's draft without a pool. shared: the kind of each arm; those of one kind share their
+            measurements.
+    """
+    sizes = sorted({1, *(max(1, len(prompts) // part) for part in (1, 2, 4))})
+    by_size = {
+        name: {size: waited(for_some(one, len(prompts), size)) for size in sizes}
+        for name, one in decoders.items()
+    }
+    runs: dict[Any, dict[int, list[_Round]]] = {}
     reads: dict[Any, list[float]] = {}
     for turn in range(repeats + 1):
-        for name, by_size in decoders.items():
-            for size, decoder in by_size.items():
+        for name, sized in by_size.items():
+            for size, decoder in sized.items():
                 parts = timed(decoder, spread(prompts, size), rounds, 1, seed + turn)[1]
                 if turn:
-                    runs.setdefault((kind[name], size), []).extend(
-                        (here.ended - before.ended, here.draft, here.drafted)
+                    runs.setdefault(shared[name], {}).setdefault(size, []).extend(
+                        _Round(here.ended - before.ended, here.draft, here.drafted)
                         for before, here in pairwise(parts)
                     )
             if turn:
-                reads.setdefault(kind[name], []).append(reading(alone[name].draft, list(prompts[0])))
-    medians = {at: tuple(map(median, zip(*found))) for at, found in runs.items()}
-    only = [n for n, a in arms.items() if a.draft is None or isinstance(a.draft, Model | Stateless)]
-    points = [
-        (size, drafted, whole - drawn)
-        for name in (only if not pooled and any(lengths[n] for n in only) else arms)
-        for size in sizes
-        for whole, drawn, drafted in [medians[kind[name], size]]
-    ]
-    fixed, row, token = _fitted(
-        [[1, size, drafted] for size, drafted, _ in points], [rest for *_, rest in points]
-    )
-    draft = []
-    for name, k in lengths.items():
-        found = [(size, *medians[kind[name], size]) for size in sizes]
-        beyond = [whole - (fixed + row * size + token * drafted) for size, whole, _, drafted in found]
-        per_step, per_row = _fitted([[k, drafted] for *_, drafted in found], beyond, [x[1] for x in found])
-        draft.append((per_step, per_row) if k else (0.0, 0.0))
-    return RoundTimes(tuple(draft), (fixed, row, token), tuple(median(reads[kind[name]]) for name in arms))
+                reads.setdefault(shared[name], []).append(reading(alone[name].draft, list(prompts[0])))
+    medians = {
+        kind: {size: _Round(*map(median, zip(*some))) for size, some in sized.items()}
+        for kind, sized in runs.items()
+    }
+    return medians, {kind: median(some) for kind, some in reads.items()}
+
+
+def _verification(rounds: Sequence[tuple[int, _Round]]) -> tuple[float, float, float]:
+    """Fixed seconds of verification, those of a row and those of a drafted token, from rounds of so many rows."""
+    features = [[1, size, one.drafted] for size, one in rounds]
+    fixed, row, token = _fitted(features, [one.whole - one.draft for _, one in rounds])
+    return fixed, row, token
+
+
+def _drafting(
+    k: int, rounds: Mapping[int, _Round], verify: tuple[float, float, float]
+) -> tuple[float, float]:
+    """Fixed seconds of drafting a token, and those of a row: what whole rounds, by number of rows, take beyond verification."""
+    fixed, row, token = verify
+    beyond = [one.whole - (fixed + row * size + token * one.drafted) for size, one in rounds.items()]
+    features = [[k, one.drafted] for one in rounds.values()]
+    per_step, per_row = _fitted(features, beyond, [one.whole for one in rounds.values()])
+    return per_step, per_row
 
 
 def several(

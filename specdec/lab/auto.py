@@ -212,6 +212,22 @@ def _numbers(arms: Mapping[str, Arm]) -> dict[str, int]:
     return {name: order.index(key) for name, key in keys.items()}
 
 
+@dataclass(frozen=True)
+class Seconds:
+    """Of a round, by batch, unless said otherwise.
+
+    Attributes:
+        plain: without a pool. draft: by arm, of drafting. rest: of everything else, by arm and for ``none``. read: by arm, of its draft's reading of one token of a
+            prompt. idle: by arm and kind of request, what a round costs later, when those that it has finished early are missing; empty: nothing.
+    """
+
+    plain: Sequence[float]
+    draft: Mapping[str, Sequence[float]]
+    rest: Mapping[str, Sequence[float]]
+    read: Mapping[str, float]
+    idle: Mapping[str, Sequence[Sequence[float]]]
+
+
 def _decided(
     base: Builder,
     arms: dict[str, Arm],
@@ -225,35 +241,13 @@ def _decided(
 ) -> Auto:
     """The decoder, and a row for each method and batch."""
     number = _numbers(arms)
-    unique = list({number[name]: arm.draft for name, arm in arms.items()}.values())
-    spent = {name: [run.mean(B) for B in sizes] for name, run in runs.items()}
-    plain = tuple(map(sum, spent.pop("plain")))
-    own = [drawn for drawn, _ in spent["none"]]  # of asking for no draft: a part of every round
-    draft = {name: tuple(max(0.0, d - o) for (d, _), o in zip(spent[name], own)) for name in arms}
-    rest = {name: tuple(r + o for (_, r), o in zip(found, own)) for name, found in spent.items()}
-    verify = {
-        name: tuple(each(runs[name], B, rest[name][i], rest["none"][i]) for i, B in enumerate(sizes))
-        for name in arms
-    }
-    read = {d: reading(u, max(ids, key=len)) for d, u in enumerate(unique)}
     most = max(arm.length or 0 for arm in arms.values())
-    kinds, prior, spread = estimates([(number[name], runs[name].rows) for name in arms], len(unique), most)
-    nothing = (0.0,) * len(sizes)
-    idle = {
-        name: [_idle(runs[name], one, sizes, rest[name], draft[name]) for one in (() if refilled else kinds)]
-        for name in arms
-    }
-    times = RoundTable(
-        sizes,
-        rest["none"],
-        (nothing, *draft.values()),
-        (nothing, *verify.values()),
-        (0.0, *(read[number[name]] for name in arms)),
-        tuple((nothing, *each) for each in zip(*idle.values())),
-    )
+    rows = [(number[name], runs[name].rows) for name in arms]
+    kinds, prior, spread = estimates(rows, len(set(number.values())), most)
+    spent = _seconds(arms, runs, sizes, max(ids, key=len), () if refilled else kinds)
     selector = Planner(
         ((-1, 0), *((number[name], arm.length or 0) for name, arm in arms.items())),
-        times,
+        _round_table(spent, runs, sizes),
         prior,
         spread,
         kinds,
@@ -262,9 +256,46 @@ def _decided(
         horizon=new_tokens,
     )
     decoder = base.pool({"none": None, **arms}, selector).build()
-    prompt = sum(map(len, ids)) / len(ids)
-    told = {name: read[number[name]] * prompt / new_tokens for name in arms}
-    return Auto(decoder, _rows(arms, runs, sizes, plain, draft, rest, told, idle), selector)
+    prompts = sum(map(len, ids)) / len(ids) / new_tokens  # tokens of a prompt for each new one
+    return Auto(decoder, method_rows(arms, runs, sizes, spent, prompts), selector)
+
+
+def _seconds(
+    arms: Mapping[str, Arm],
+    runs: Mapping[str, Measured],
+    sizes: Sequence[int],
+    longest: list[int],
+    kinds: Sequence[Any],
+) -> Seconds:
+    """What was measured, with the reading of the ``longest`` prompt. ``kinds``: those of requests whose rows are missed when they end early."""
+    spent = {name: [run.mean(B) for B in sizes] for name, run in runs.items()}
+    plain = tuple(map(sum, spent.pop("plain")))
+    own = [drawn for drawn, _ in spent["none"]]  # of asking for no draft: a part of every round
+    draft = {name: tuple(max(0.0, d - o) for (d, _), o in zip(spent[name], own)) for name in arms}
+    rest = {name: tuple(r + o for (_, r), o in zip(found, own)) for name, found in spent.items()}
+    reads = {
+        key: reading(draft, longest) for key, draft in {id(a.draft): a.draft for a in arms.values()}.items()
+    }
+    read = {name: reads[id(arm.draft)] for name, arm in arms.items()}
+    idle = {name: [_idle(runs[name], one, sizes, rest[name], draft[name]) for one in kinds] for name in arms}
+    return Seconds(plain, draft, rest, read, idle)
+
+
+def _round_table(spent: Seconds, runs: Mapping[str, Measured], sizes: tuple[int, ...]) -> RoundTable:
+    """What ``Planner`` reads: first of no draft, then of each arm."""
+    none, nothing = spent.rest["none"], (0.0,) * len(sizes)
+    verify = [
+        tuple(each(runs[name], B, spent.rest[name][i], none[i]) for i, B in enumerate(sizes))
+        for name in spent.draft
+    ]
+    return RoundTable(
+        sizes,
+        tuple(none),
+        (nothing, *map(tuple, spent.draft.values())),
+        (nothing, *verify),
+        (0.0, *spent.read.values()),
+        tuple((nothing, *map(tuple, by_arm)) for by_arm in zip(*spent.idle.values())),
+    )
 
 
 def _idle(
@@ -278,28 +309,24 @@ def _idle(
     )
 
 
-def _rows(
+def method_rows(
     arms: Mapping[str, Arm],
     runs: Mapping[str, Measured],
     sizes: Sequence[int],
-    plain: Sequence[float],
-    draft: Any,
-    rest: Any,
-    told: Mapping[str, float],
-    idle: Mapping[str, Sequence[Sequence[float]]],
+    spent: Seconds,
+    prompts: float,
 ) -> list[dict[str, Any]]:
-    """Tokens a second of each method at each batch.
-
-    Args:
-        plain: seconds of a plain round without a pool. told: seconds of an arm's draft to read the prompt, for each new token. idle: as in ``RoundTable``, by kind and batch; empty: nothing.
-    """
+    """Tokens a second of each method at each batch. ``prompts``: tokens of a prompt, which an arm's draft reads, for each new token."""
     rows = []
     for i, B in enumerate(sizes):
-        speed = {"plain": (B / plain[i], plain[i], 1.0), "none": (B / rest["none"][i], rest["none"][i], 1.0)}
+        plain, none = spent.plain[i], spent.rest["none"][i]
+        speed = {"plain": (B / plain, plain, 1.0), "none": (B / none, none, 1.0)}
         for name in arms:
-            seconds, tau = rest[name][i] + draft[name][i], runs[name].tokens / max(runs[name].rounds, 1)
-            later = idle[name][0][i] if idle.get(name) else 0.0  # of all kinds
-            speed[name] = (B * tau / (seconds + later + B * tau * told[name]), seconds, tau)
+            seconds = spent.rest[name][i] + spent.draft[name][i]
+            tau = runs[name].tokens / max(runs[name].rounds, 1)
+            later = spent.idle[name][0][i] if spent.idle.get(name) else 0.0  # of all kinds
+            reads = B * tau * spent.read[name] * prompts
+            speed[name] = (B * tau / (seconds + later + reads), seconds, tau)
         best = max((name for name in speed if name != "none"), key=lambda name: speed[name][0])
         for name, (rate, seconds, tau) in speed.items():
             arm = arms.get(name)

@@ -121,63 +121,72 @@ class Grid:
         s, started = self.s, perf_counter()
         first = list(self.first) or s.fitted
         inner = [p for p in s.inner if p in first]  # rounds, but no bare steps
-        points, fitted = s.order(first), set(first)
-        last = max(fitted, key=points.index)
-        replayed = s.device != "cpu" if self.replayed is None else self.replayed
+        points = s.order(first)
+        last = max(first, key=points.index)
         found: dict[Point, list[Measured]] = {}
         steps: dict[Point, list[list[Bare]]] = {}
-        left_out: list[Row] = [
-            {"part": "left_out", "executor": s.executor, "method": method, "why": why}
-            for method, why in self.methods.left_out.items()
-        ]
-        rows = left_out
-        for method, why in self.methods.left_out.items():
-            progress(f"{method} is left out: {why}", stays=True)
+        rows = left_out = self.left_out()
         calibrated: Calibrated | None = None
         bare: list[Bare] = []
-        for done, (visit, (batch, context)) in enumerate(product(range(s.visits), points), 1):
-            if found and perf_counter() - started > s.seconds:
+        for done, (visit, point) in enumerate(product(range(s.visits), points), 1):
+            spent = perf_counter() - started
+            if found and spent > s.seconds:
                 left = f"{len(points) - len(found)} of {len(points)} grid points are left out"
                 progress(f"--seconds {s.seconds:g} are over: {left}", stays=True)
                 break
-            at = f"[{perf_counter() - started:4.0f} s] {done}/{s.visits * len(points)}"
-            progress(f"{at}: batch {batch}, context {context}", stays=True)
-            groups = self.methods.groups(batch, context)
-            cases = found.get((batch, context)) or self.chosen(groups, context)
-            found[batch, context] = self.visit(cases, groups, visit)
-            if (batch, context) in fitted - set(inner):
-                steps.setdefault((batch, context), []).append(self.bare(groups[0], context, replayed))
+            at = f"[{spent:4.0f} s] {done}/{s.visits * len(points)}"
+            progress(f"{at}: batch {point[0]}, context {point[1]}", stays=True)
+            groups = self.methods.groups(*point)
+            found[point] = self.visit(found.get(point) or self.chosen(groups, point[1]), groups, visit)
+            if point in first and point not in inner:
+                steps.setdefault(point, []).append(self.bare(groups[0], point[1]))
             del groups
-            if fitted <= set(found) and (batch, context) == last:
-                mids = {(b, c, c + s.new_tokens / 2): kept(found[b, c]) for b, c in fitted}
-                bare = [pooled(some) for all_of_one in steps.values() for some in zip(*all_of_one)]
-                calibrated = None
-                try:
-                    calibrated = fit(self.methods.model, bare, mids, not replayed, inner)
-                except ValueError as why:  # the measurements are kept without a model
-                    progress(f"no model: {why}", stays=True)
+            if point == last:  # all points of the fit were visited as often
+                bare = [pooled(some) for visits in steps.values() for some in zip(*visits)]
+                calibrated = self.calibrated(bare, {p: found[p] for p in first}, inner)
             if visit and done % len(points):  # intervals take a while
                 continue
-            rows = [
-                *left_out,
-                *grid_rows(
-                    {p: kept(some) for p, some in found.items()}, fitted, calibrated, s.new_tokens, self.taus
-                ),
-                *constants(calibrated, bare),
-            ]
+            measured = {p: kept(cases) for p, cases in found.items()}
+            rows = left_out + grid_rows(measured, set(first), calibrated, s.new_tokens, self.taus)
+            rows += constants(calibrated, bare)
             told(rows)
         progress(stays=True)
         return rows
 
-    def bare(self, group: Group, context: int, replayed: bool) -> list[Bare]:
+    @property
+    def replays(self) -> bool:
+        """``replayed``, or its default."""
+        return self.s.device != "cpu" if self.replayed is None else self.replayed
+
+    def left_out(self) -> list[Row]:
+        """A row for each method that the executor cannot run, which is also said."""
+        executor, rows = self.s.executor, list[Row]()
+        for method, why in self.methods.left_out.items():
+            progress(f"{method} is left out: {why}", stays=True)
+            rows.append({"part": "left_out", "executor": executor, "method": method, "why": why})
+        return rows
+
+    def calibrated(
+        self, bare: list[Bare], found: dict[Point, list[Measured]], inner: list[Point]
+    ) -> Calibrated | None:
+        """The throughput model, fitted to bare steps and to the rounds of points; ``None``, which is said, where it does not fit."""
+        half = self.s.new_tokens / 2
+        rounds = {(b, c, c + half): kept(cases) for (b, c), cases in found.items()}
+        try:
+            return fit(self.methods.model, bare, rounds, not self.replays, inner)
+        except ValueError as why:  # the measurements are kept without a model
+            progress(f"no model: {why}", stays=True)
+            return None
+
+    def bare(self, group: Group, context: int) -> list[Bare]:
         """Bare steps at a grid point; they do not depend on the executor."""
         s, methods = self.s, self.methods
         decoders = {m: methods.decoder(m, K if m != "plain" else 0, "serial") for m in methods.names}
-        if replayed and s.executor != "serial":  # which captures no chain by itself
+        if self.replays and s.executor != "serial":  # which captures no chain by itself
             for decoder in decoders.values():
                 for _ in range(3):  # the last two are alike, and shapes are captured when they occur again
                     steady(decoder, [group], s.new_tokens)
-        lengths, chain = (K, max(methods.lengths)), K if replayed else 0
+        lengths, chain = (K, max(methods.lengths)), K if self.replays else 0
         repeats = ceil(BARE_REPEATS / s.visits)
         return timed_steps(decoders, group, context, lengths, repeats, methods.model, chain)
 

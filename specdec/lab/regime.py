@@ -160,7 +160,7 @@ class Regime:
         each = np.maximum(work / core.flops, moved / core.bytes_per_second) + self.machine.item
         memory = self.machine.cores(cores, self.cores).bytes_per_second
         return max(
-            _makespan(tuple(np.repeat(each, shape.kv_heads).tolist()), max(int(cores), 1)),
+            makespan(tuple(np.repeat(each, shape.kv_heads).tolist()), max(int(cores), 1)),
             shape.kv_heads * moved.sum() / memory,
         )
 
@@ -183,7 +183,7 @@ def _cut(lengths: np.ndarray, size: float) -> np.ndarray:
 
 
 @lru_cache(4096)
-def _makespan(items: tuple[float, ...], cores: int) -> float:
+def makespan(items: tuple[float, ...], cores: int) -> float:
     """The time of the fullest core, longest items first, each on the emptiest core."""
     if len(items) > 32 * cores or cores == 1:  # then the order hardly matters
         return max(sum(items) / cores, max(items))

@@ -123,45 +123,34 @@ class Requests:
         replays = {name: replay for name, replay in arms.items() if replay is not None}
         if not replays:
             raise ValueError(f"arms are {', '.join(arms) or 'none'}: give the replay of at least one draft")
-        first = next(iter(replays.values()))
-        for name, replay in replays.items():
-            if (
-                not replay.chains
-                or replay.trace.meta["id"] != first.trace.meta["id"]
-                or len(replay) != len(first)
-            ):
+        first = _first_of_one_trace(replays)
+        drafted = {name: replay.k for name, replay in replays.items()}
+        for name, length in (lengths or {}).items():
+            if not 1 <= length <= drafted.get(name, 0):
                 raise ValueError(
-                    f"arm {name!r} proposes trees, or is of another trace: replay chain drafts on one trace"
+                    f"lengths has {length} for arm {name!r}: give 1 to {drafted.get(name, 0)}, the tokens that were replayed"
                 )
+            drafted[name] = length
         used = [c for c, text in enumerate(first.trace.texts) if text.rounds]
         texts = [first.trace.texts[c] for c in used]
         if not texts:
             raise ValueError("no text has rounds: record longer texts")
-        own_lengths = {name: replay.k for name, replay in replays.items()}
-        for name, length in (lengths or {}).items():
-            if not 1 <= length <= own_lengths.get(name, 0):
-                raise ValueError(
-                    f"lengths has {length} for arm {name!r}: give 1 to {own_lengths.get(name, 0)}, the tokens that were replayed"
-                )
-            own_lengths[name] = length
-        n, K = first.accept.shape[1], max(own_lengths.values())
+        n, K = first.accept.shape[1], max(drafted.values())
         accept = torch.zeros(len(arms), len(texts), n, K, dtype=torch.float64)
         size = torch.zeros(accept.shape[:3], dtype=torch.long)
         for a, name in enumerate(arms):
             if name in replays:
-                own, k = replays[name], own_lengths[name]
+                own, k = replays[name], drafted[name]
                 accept[a, ..., :k], size[a] = own.chances()[used][..., :k], own.proposed[used].clamp(max=k)
-        prompts = [torch.tensor(text.ids[: text.prompt]) for text in texts]
-        names = {source: i for i, source in enumerate(dict.fromkeys(first.trace.sources))}
         return Requests(
             accept,
-            tuple(own_lengths.get(name, 0) for name in arms),
+            tuple(drafted.get(name, 0) for name in arms),
             np.array([text.prompt for text in texts]),
-            np.array([names[text.source] for text in texts]),
+            _numbered([text.source for text in texts], first.trace.sources),
             tuple(arms),
             np.array([text.rounds for text in texts]),
             size,
-            torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True),
+            _padded([torch.tensor(text.ids[: text.prompt]) for text in texts]),
         )
 
     @staticmethod
@@ -173,39 +162,40 @@ class Requests:
         Raises:
             ValueError: arms or shapes differ.
         """
-        first = parts[0]
+        first, shape = parts[0], list(parts[0].accept.shape)
         for part in parts:
-            if (part.names, part.lengths) != (first.names, first.lengths) or part.accept.shape[
-                2:
-            ] != first.accept.shape[2:]:
+            same = (part.names, part.lengths) == (first.names, first.lengths)
+            if not same or part.accept.shape[2:] != first.accept.shape[2:]:
                 raise ValueError(
                     f"parts are of arms {first.names} of lengths {first.lengths} and {part.names} of {part.lengths}, shapes "
-                    f"{list(first.accept.shape)} and {list(part.accept.shape)}: give the same arms, lengths and new tokens"
+                    f"{shape} and {list(part.accept.shape)}: give the same arms, lengths and new tokens"
                 )
-        numbers = {source: i for i, source in enumerate(dict.fromkeys(s for some in sources for s in some))}
+        every = [source for some in sources for source in some]
         rows = [row for part in parts if part.tokens is not None for row in part.tokens]
         sizes = [part.size for part in parts if part.size is not None]
         return Requests(
             torch.cat([part.accept for part in parts], 1),
             first.lengths,
             np.concatenate([part.prompt for part in parts]),
-            np.array([numbers[s] for some in sources for s in some]),
+            _numbered(every, every),
             first.names,
             np.concatenate([part.new_tokens for part in parts]),
             torch.cat(sizes, 1) if len(sizes) == len(parts) else None,
-            torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) if rows else None,
+            _padded(rows) if rows else None,
         )
 
     def select(self, rows: Sequence[int] | np.ndarray) -> Requests:
         """Some of the requests."""
         at = np.asarray(rows)
-        one = {
-            name: part[at]
-            for name in ("prompt", "source", "ends", "tokens")
-            if (part := vars(self)[name]) is not None
-        }
-        arms = {name: part[:, at] for name in ("accept", "size") if (part := vars(self)[name]) is not None}
-        return replace(self, **one, **arms)
+        return replace(
+            self,
+            accept=self.accept[:, at],
+            prompt=self.prompt[at],
+            source=self.source[at],
+            ends=None if self.ends is None else self.ends[at],
+            size=None if self.size is None else self.size[:, at],
+            tokens=None if self.tokens is None else self.tokens[at],
+        )
 
     @cached_property
     def new_tokens(self) -> np.ndarray:
@@ -241,15 +231,36 @@ class Requests:
         return 1 + self.laws @ np.arange(self.laws.shape[-1])
 
 
+def _first_of_one_trace(replays: Mapping[str, Replay]) -> Replay:
+    """The first of replays of chains on one trace."""
+    first = next(iter(replays.values()))
+    for name, replay in replays.items():
+        same = replay.trace.meta["id"] == first.trace.meta["id"] and len(replay) == len(first)
+        if not (replay.chains and same):
+            raise ValueError(
+                f"arm {name!r} proposes trees, or is of another trace: replay chain drafts on one trace"
+            )
+    return first
+
+
+def _numbered(sources: Sequence[Hashable], order: Sequence[Hashable]) -> np.ndarray:
+    """The number of each source, in ``order``."""
+    number = {source: i for i, source in enumerate(dict.fromkeys(order))}
+    return np.array([number[source] for source in sources])
+
+
+def _padded(rows: list[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
 def fixed_seconds(requests: Requests, times: RoundTimes, batch: int) -> np.ndarray:
     """``[A, C]``: expected seconds of every request on every arm alone, with the reading of its prompt (``RoundTimes.alone``)."""
     A, C, n, K1 = requests.laws.shape
-    spend = _spend(requests, times, batch)
+    spend, laws = _spend(requests, times, batch), requests.laws
     left = np.zeros((A, C, n + K1))  # from a block start to the end
-    for s in range(n - 1, -1, -1):
-        left[:, :, s] = spend[:, :, s] + np.einsum(
-            "acm,acm->ac", requests.laws[:, :, s], left[:, :, s + 1 : s + 1 + K1]
-        )
+    for s in reversed(range(n)):
+        ahead = left[:, :, s + 1 : s + 1 + K1]
+        left[:, :, s] = spend[:, :, s] + np.einsum("acm,acm->ac", laws[:, :, s], ahead)
     return left[:, :, 0] + np.array(times.read)[:, None] * requests.prompt
 
 
@@ -287,16 +298,14 @@ def round_oracle(requests: Requests, times: RoundTimes, batch: int) -> RoundOrac
     sets = np.arange(1 << len(readers))
     left = np.zeros((n + K1, C, len(sets)))
     plan = np.zeros((n, C, len(sets)), dtype=np.int16)
-    for s in range(n - 1, -1, -1):
-        best = np.full((C, len(sets)), np.inf)
+    for s in reversed(range(n)):
+        cost = np.empty((A, C, len(sets)))
         for a in range(A):
             ahead = left[s + 1 : s + 1 + K1][:, :, sets | bit[a]]
-            cost = spend[a, :, s, None] + np.einsum("cm,mcs->cs", requests.laws[a, :, s], ahead)
-            cost += times.read[a] * (requests.prompt + s)[:, None] * ((sets & bit[a]) == 0)
-            better = cost < best
-            plan[s][better] = a
-            best = np.where(better, cost, best)
-        left[s] = np.where((s < requests.new_tokens)[:, None], best, 0.0)
+            cost[a] = spend[a, :, s, None] + np.einsum("cm,mcs->cs", requests.laws[a, :, s], ahead)
+            cost[a] += times.read[a] * (requests.prompt + s)[:, None] * ((sets & bit[a]) == 0)
+        plan[s] = cost.argmin(0)
+        left[s] = np.where((s < requests.new_tokens)[:, None], cost.min(0), 0.0)
     return RoundOracle(left[0, :, 0], plan, bit)
 
 
