@@ -37,7 +37,7 @@ from specdec.lab.clock import Forwards, bare_round, sync
 from specdec.lab.console import progress, short_errors, table
 from specdec.lab.loading import load, share_ids
 from specdec.lab.options import option, parse
-from specdec.lab.prompt_file import by_turns, entries_from, pieces
+from specdec.lab.prompt_file import Entry, by_turns, entries_from, pieces
 from specdec.lab.recipe import Placed
 from specdec.lab.runs import Case, Each, Sample, by_category, decode, interleave
 
@@ -57,61 +57,118 @@ class Settings(Placed):
     repeats: int = option(3, "timed repeats")
 
 
-def main(s: Settings) -> None:
-    s.begin()
+@dataclass(frozen=True)
+class Pair:
+    """The target and the draft, and the prompts.
+
+    Attributes:
+        kinds: of prompts; 1 for those of the package. translated: whether the draft has another tokenizer than the target.
+    """
+
+    target: sd.HFModel
+    draft: sd.HFModel
+    entries: list[Entry]
+    kinds: int
+    translated: bool
+
+    @property
+    def least(self) -> int:
+        """Prompts that each case decodes at least: one of each kind."""
+        return max(4, self.kinds)
+
+    @property
+    def tokenizers(self) -> dict[str, Any]:
+        """What transformers is given of a draft with another tokenizer."""
+        both = {"tokenizer": self.target.tokenizer, "assistant_tokenizer": self.draft.tokenizer}
+        return both if self.translated else {}
+
+    @property
+    def drafts(self) -> dict[str, Any]:
+        """Drafts of this library by method; bare forwards follow the last."""
+        if not self.translated:
+            return {"vanilla": self.draft}
+        tokenizer = self.target.tokenizer
+        by_text = sd.drafts.TextMatch(self.draft, tokenizer)
+        return {"text": by_text, "vanilla": sd.drafts.Translated(self.draft, tokenizer)}
+
+
+Bare = dict[tuple[int, float], list[Forwards]]
+"""By batch and temperature, of each repeat."""
+
+
+def loaded(s: Settings) -> Pair:
+    """The models and the first prompts, with categories in turn where there are any."""
     with short_errors():
         model, tokenizer = load(s.target, s.precision, s.place)
         small, own = load(s.draft, s.precision, model.device)
     for m in (model, small):  # both engines decode the full budget
         m.generation_config.eos_token_id = None
         m.generation_config.pad_token_id = 0
-    target = sd.HFModel(model, tokenizer)
-    other = not share_ids(own, tokenizer)
-    draft = sd.HFModel(small, own if other else tokenizer)
     with short_errors():
         every = pieces(entries_from(s.prompts), tokenizer, s.context, 1)
     kinds = len({entry.category for entry in every}) if s.prompts else 1
-    wanted = max(4, kinds)
-    used = (by_turns(every) if s.prompts else every)[: max(*s.batches, wanted)]
-    ids = [list(entry.given) for entry in used]
-    if len(ids) < max(s.batches):
+    used = (by_turns(every) if s.prompts else every)[: max(*s.batches, 4, kinds)]
+    if len(used) < max(s.batches):
         raise SystemExit(
-            f"only {len(ids)} prompts have {s.context} tokens: choose a smaller --context or --batches"
+            f"only {len(used)} prompts have {s.context} tokens: choose a smaller --context or --batches"
         )
+    other = not share_ids(own, tokenizer)
+    return Pair(
+        sd.HFModel(model, tokenizer), sd.HFModel(small, own if other else tokenizer), used, kinds, other
+    )
 
-    cases = []
+
+def main(s: Settings) -> None:
+    s.begin()
+    pair = loaded(s)
+    cases, bare = alternating(s, pair)
+    rows = [row(case, cases, bare[case.batch, case.temperature]) for case in cases]
+    shown(s, rows, cases, bare)
+    if pair.kinds > 1:
+        parts = by_category(cases, [entry.category for entry in pair.entries])
+        rows += parts
+        print("\nby category:")
+        columns = ("engine", "method", "k", "batch", "temperature", "category", "prompts")
+        print(table(parts, (*columns, "tau", "tokens_per_second")))
+    s.save(rows)
+
+
+def alternating(s: Settings, pair: Pair) -> tuple[list[Case], Bare]:
+    """All cases of both engines, run in turn, and the bare forwards that were timed between them."""
+    cases, bare = list[Case](), Bare()
+    ids = [list(entry.given) for entry in pair.entries]
     # With two tokenizers, transformers changes an assistant when it first samples, and then takes no other one with this tokenizer.
-    assistants = [deepcopy(small) for _ in ("greedy", "sampled")]
-    bare: dict[tuple[int, float], list[Forwards]] = {}
-    rounds = {b: bare_round(target, draft, b, s.context + s.new_tokens // 2, s.length) for b in s.batches}
+    assistants = [deepcopy(pair.draft.model) for _ in ("greedy", "sampled")]
+    half = s.context + s.new_tokens // 2
+    rounds = {b: bare_round(pair.target, pair.draft, b, half, s.length) for b in s.batches}
     for temperature in s.temperatures:
         for batch in s.batches:
-            some = ids[: max(batch, wanted - wanted % batch)]  # whole batches
-            drafting = {"vanilla": draft}
-            if other:
-                by_text = sd.drafts.TextMatch(draft, tokenizer)
-                drafting = {"text": by_text, "vanilla": sd.drafts.Translated(draft, tokenizer)}
-            mine = ours(s, target, drafting, some, batch, temperature)
+            some = ids[: max(batch, pair.least - pair.least % batch)]  # whole batches
+            mine = ours(s, pair, some, batch, temperature)
             found = bare[batch, temperature] = []
             mine[-1] = replace(mine[-1], run=partial(beside, mine[-1].run, rounds[batch], found))
-            both = {"tokenizer": tokenizer, "assistant_tokenizer": own} if other else {}
-            cases += mine + theirs(s, model, assistants[temperature > 0], both, some, batch, temperature)
+            cases += mine + theirs(s, pair, assistants[temperature > 0], some, batch, temperature)
     interleave(cases, s.repeats, progress)
     progress()
+    return cases, bare
 
-    rows = []
-    for case in cases:
-        plain_case = find(cases, case.engine, "plain", case)
-        share = steady = None
-        forwards = bare[case.batch, case.temperature]
-        if case.engine == "specdec" and case.method == "vanilla" and case.tau:
-            share, steady = shares(case, forwards)
-        greedy = find(cases, "specdec", "plain", case)
-        same = None if case.temperature else all(s.ids == greedy.samples[0].ids for s in case.samples)
-        row = {**case.row(plain_case, share), "share_while_full": steady, "same_ids_as_plain": same}
-        rows.append({**row, **profile(case, forwards)})
-    shown = ("engine", "method", "k", "batch", "temperature", "tau", "tokens_per_second", "ratio_to_plain")
-    print(table(rows, (*shown, "share_of_ideal", "share_while_full", "peak_bytes", "same_ids_as_plain")))
+
+def row(case: Case, cases: list[Case], forwards: list[Forwards]) -> dict[str, Any]:
+    """The report's row of a case."""
+    share = steady = None
+    if case.engine == "specdec" and case.method == "vanilla" and case.tau:
+        share, steady = shares(case, forwards)
+    greedy = find(cases, "specdec", "plain", case.batch, case.temperature)
+    same = None if case.temperature else all(s.ids == greedy.samples[0].ids for s in case.samples)
+    plain = find(cases, case.engine, "plain", case.batch, case.temperature)
+    made = {**case.row(plain, share), "share_while_full": steady, "same_ids_as_plain": same}
+    return {**made, **profile(case, forwards)}
+
+
+def shown(s: Settings, rows: list[dict[str, Any]], cases: list[Case], bare: Bare) -> None:
+    """Print the tables, and how much faster this library is."""
+    columns = ("engine", "method", "k", "batch", "temperature", "tau", "tokens_per_second", "ratio_to_plain")
+    print(table(rows, (*columns, "share_of_ideal", "share_while_full", "peak_bytes", "same_ids_as_plain")))
     print("\nmilliseconds of a round while all rows are active, beside bare forwards:")
     parts = [r for r in rows if r["method"] in ("plain", "vanilla") and r.get("draft_ms") is not None]
     print(table(parts, ("method", "batch", "temperature", *STAGES, "bare_draft_ms", "bare_target_ms")))
@@ -122,21 +179,15 @@ def main(s: Settings) -> None:
     for temperature in s.temperatures:
         print(f"\ntemperature {temperature:g}:")
         for batch in s.batches:
-            ref = Case("", "", batch, 0, temperature, lambda: None)  # type: ignore[arg-type, return-value]
-            mine = find(cases, "specdec", "vanilla", ref).speed
-            assisted = max(c.speed for c in cases if c.method == "assisted" and match(c, ref))
-            plain_speed = find(cases, "transformers", "plain", ref).speed
-            print(
-                f"  batch {batch:>2}: vanilla is {mine / assisted:.2f} x the faster assisted generation, "
-                f"{mine / plain_speed:.2f} x plain generate"
+            at = (batch, temperature)
+            mine = find(cases, "specdec", "vanilla", *at).speed
+            plain = find(cases, "transformers", "plain", *at).speed
+            assisted = max(
+                c.speed for c in cases if c.method == "assisted" and (c.batch, c.temperature) == at
             )
-    if kinds > 1:
-        parts = by_category(cases, [entry.category for entry in used])
-        rows += parts
-        print("\nby category:")
-        shown = ("engine", "method", "k", "batch", "temperature", "category", "prompts")
-        print(table(parts, (*shown, "tau", "tokens_per_second")))
-    s.save(rows)
+            print(
+                f"  batch {batch:>2}: vanilla is {mine / assisted:.2f} x the faster assisted generation, {mine / plain:.2f} x plain generate"
+            )
 
 
 STAGES = ("draft_ms", "target_ms", "verify_ms", "other_ms")
@@ -175,25 +226,21 @@ def profile(case: Case, forwards: list[Forwards]) -> dict[str, float | None]:
     return out
 
 
-def ours(
-    s: Settings, target: Any, drafting: dict[str, Any], some: list, batch: int, temperature: float
-) -> list[Case]:
-    """``drafting``: drafts by method; bare forwards follow the last."""
-    base = sd.decoder(target).sampling(temperature=temperature)
+def ours(s: Settings, pair: Pair, some: list, batch: int, temperature: float) -> list[Case]:
+    """The cases of this library."""
+    base = sd.decoder(pair.target).sampling(temperature=temperature)
     decoders = {
         "plain": base.build(),
         "ngram": base.draft(sd.drafts.NGram(), length=s.length).build(),
-        **{method: base.draft(draft, length=s.length).build() for method, draft in drafting.items()},
+        **{method: base.draft(draft, length=s.length).build() for method, draft in pair.drafts.items()},
     }
     runs = {method: partial(decode, d, some, batch, s.new_tokens, s.seed) for method, d in decoders.items()}
     k = {method: None if method == "plain" else s.length for method in runs}
     return [Case("specdec", m, batch, s.context, temperature, run, k[m]) for m, run in runs.items()]
 
 
-def theirs(
-    s: Settings, model: Any, small: Any, both: dict[str, Any], some: list, batch: int, temperature: float
-) -> list[Case]:
-    """``both``: the tokenizers, where the draft has another one."""
+def theirs(s: Settings, pair: Pair, small: Any, some: list, batch: int, temperature: float) -> list[Case]:
+    """The cases of transformers, with ``small`` as the assistant."""
     sampling = (
         {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     )
@@ -203,14 +250,20 @@ def theirs(
 
     variants: list[tuple[str, int | str | None, dict[str, Any], Callable[[], Any]]] = [
         ("plain", None, {}, contextlib.nullcontext),
-        ("assisted", "default", {"assistant_model": small, **both}, contextlib.nullcontext),
-        ("assisted", s.length, {"assistant_model": small, **both}, constant),
+        ("assisted", "default", {"assistant_model": small, **pair.tokenizers}, contextlib.nullcontext),
+        ("assisted", s.length, {"assistant_model": small, **pair.tokenizers}, constant),
         ("prompt_lookup", s.length, {"prompt_lookup_num_tokens": s.length}, contextlib.nullcontext),
     ]
     cases = []
     for method, k, options, context in variants:
         run = partial(
-            generate, model, some, batch if method == "plain" else 1, s, {**sampling, **options}, context
+            generate,
+            pair.target.model,
+            some,
+            batch if method == "plain" else 1,
+            s,
+            {**sampling, **options},
+            context,
         )
         cases.append(Case("transformers", method, batch, s.context, temperature, run, k))
     return cases
@@ -271,12 +324,9 @@ def schedule(small: Any, count: int, kind: str) -> Any:
 _ASSISTANT = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 
 
-def match(case: Case, like: Case) -> bool:
-    return (case.batch, case.temperature) == (like.batch, like.temperature)
-
-
-def find(cases: list[Case], engine: str, method: str, like: Case) -> Case:
-    return next(c for c in cases if (c.engine, c.method) == (engine, method) and match(c, like))
+def find(cases: list[Case], engine: str, method: str, batch: int, temperature: float) -> Case:
+    wanted = (engine, method, batch, temperature)
+    return next(c for c in cases if (c.engine, c.method, c.batch, c.temperature) == wanted)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from specdec.executors import Pipelined, Serial, Timeline, tune
 from specdec.lab.arms import pool_run
 from specdec.lab.console import progress, short_errors, table
 from specdec.lab.options import option, parse
-from specdec.lab.pipeline import Comparison
+from specdec.lab.pipeline import PipelineComparison
 from specdec.lab.recipe import Plotted
 from specdec.lab.workload import workload
 
@@ -94,7 +94,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
             f"--batches {min(s.batches)}: give 4 rows or more, since the time model is fitted to a half and a quarter of them"
         )
     with short_errors():
-        compare = Comparison(s.micro_batches, s.workers, s.rounds, s.repeats, s.seed)
+        compare = PipelineComparison(s.micro_batches, s.workers, s.rounds, s.repeats, s.seed)
     out: list[dict[str, Any]] = []
     found: list[dict[str, Any]] = []
     for name in s.drafts:

@@ -13,7 +13,7 @@ import torch
 import specdec as sd
 from specdec.arm_policy import Arm
 from specdec.lab.auto import Seconds, method_rows
-from specdec.lab.auto_runs import FEW, Measured, drained, each, estimates, of_kind, spread_of
+from specdec.lab.auto_runs import FEW, DecoderRuns, drained, each, estimates, of_kind, spread_of
 from specdec.selectors.fixed import Fixed
 from specdec.selectors.kinds import ByTemperature
 
@@ -212,15 +212,15 @@ def test_the_spread_of_rows_is_found():
 
 
 def test_seconds_of_proposals_are_of_the_rows_that_have_one():
-    run = Measured(None, None, 1, proposals={4: [0.5, 0.0, 1.0]})
+    run = DecoderRuns(None, None, 1, proposals={4: [0.5, 0.0, 1.0]})
     assert each(run, 4, 3.0, 1.0) == pytest.approx(1.0)  # two of four rows have one
     assert each(run, 4, 0.9, 1.0) == 0
-    assert each(Measured(None, None, 1, proposals={4: [0.0]}), 4, 3.0, 1.0) == 0
+    assert each(DecoderRuns(None, None, 1, proposals={4: [0.0]}), 4, 3.0, 1.0) == 0
 
 
 def test_rounds_with_a_proposal_and_without_one_are_trimmed_apart():
     """A slow kind of round that is rarer than what is trimmed still counts."""
-    run = Measured(
+    run = DecoderRuns(
         None,
         None,
         1,
@@ -228,7 +228,7 @@ def test_rounds_with_a_proposal_and_without_one_are_trimmed_apart():
         proposals={1: [0.0] * 97 + [1.0] * 3},
     )
     assert run.mean(1) == pytest.approx((0.06, 1.12))
-    run = Measured(
+    run = DecoderRuns(
         None, None, 1, seconds={1: [(0.0, 1.0)] * 97 + [(9.0, 9.0)] * 3}, proposals={1: [0.0] * 100}
     )
     assert run.mean(1) == pytest.approx((0.0, 1.0))  # a slow moment of the machine
@@ -236,7 +236,7 @@ def test_rounds_with_a_proposal_and_without_one_are_trimmed_apart():
 
 def test_what_a_draft_reads_counts():
     """The seconds of a round, and for each new token a share of those in which the prompt was read."""
-    runs = {"a/2": Measured(sd.decoder(GOOD).build(), None, 2, tokens=20, rounds=10)}
+    runs = {"a/2": DecoderRuns(sd.decoder(GOOD).build(), None, 2, tokens=20, rounds=10)}
     arms = {"a/2": Arm(sd.drafts.Model(BAD), 2)}
     draft, rest = {"a/2": (0.3,)}, {"none": (1.1,), "a/2": (1.2,)}
     for read, ratio in ((0.0, 2 / 1.5), (0.05, 2 / (1.5 + 2 * 0.25))):

@@ -22,7 +22,7 @@ from specdec.lab.grid import promising
 from specdec.lab.grid_rows import grid_rows
 from specdec.lab.grid_summary import at_k, summary, winner
 from specdec.lab.multipliers import round_seconds
-from specdec.lab.pipeline import Comparison, timed, waited
+from specdec.lab.pipeline import PipelineComparison, timed, waited
 from specdec.lab.prefill import group, prefilled
 from specdec.lab.stages import Stages, profile, sides
 from specdec.lab.steady import Measured, Run, capacity, steady
@@ -408,7 +408,7 @@ def test_a_timed_pipeline_stops_when_its_rounds_are_over(executor, monkeypatch):
 def test_a_comparison_has_a_row_for_every_mode():
     target, draft = (sd.HFModel(tiny("llama", seed, torch.float32)) for seed in (0, 1))
     decoder = sd.decoder(target).draft(draft, 2).build()
-    rows = Comparison((2, 8), ("threads",), rounds=4, repeats=1).rows(
+    rows = PipelineComparison((2, 8), ("threads",), rounds=4, repeats=1).rows(
         "tiny", decoder, [[1, 2, 3], [4, 5], [6, 7], [9]]
     )
     assert [(r["mode"], r["workers"], r["micro_batches"]) for r in rows] == [
@@ -423,7 +423,7 @@ def test_a_comparison_has_a_row_for_every_mode():
 def test_a_comparison_of_too_few_rows_or_rounds_is_refused():
     for wrong in ({"rounds": 1}, {"repeats": 0}):
         with pytest.raises(ValueError, match=f"^{next(iter(wrong))} is"):
-            Comparison(**wrong)
+            PipelineComparison(**wrong)
     decoder = sd.decoder(sd.HFModel(tiny("llama", 0, torch.float32))).build()
     with pytest.raises(ValueError, match=r"^the batch is 3: give 4 rows or more"):
-        Comparison(rounds=2, repeats=1).rows("tiny", decoder, [[1], [2], [3]])
+        PipelineComparison(rounds=2, repeats=1).rows("tiny", decoder, [[1], [2], [3]])

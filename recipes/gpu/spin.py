@@ -18,7 +18,7 @@ from specdec.cost import Shape
 from specdec.kernels.attention import available
 from specdec.kernels.attention.choice import why_not
 from specdec.lab.errors import LIMITS, worst
-from specdec.lab.pipeline import Comparison
+from specdec.lab.pipeline import PipelineComparison
 from specdec.lab.workload import DISTRIBUTIONS, lengths
 
 FRAGMENT = 1024
@@ -86,7 +86,7 @@ def pipeline(stage: Stage) -> None:
         with stage.case(name):
             rows = torch.randint(0, model.config.vocab_size, (batch, context), generator=host).tolist()
             micro, rounds, repeats = ((2,), 2, 1) if stage.toy else ((2, 4), 8, 2)
-            compare = Comparison(micro, ("threads",), rounds, repeats, stage.seed)
+            compare = PipelineComparison(micro, ("threads",), rounds, repeats, stage.seed)
             for r in compare.rows("random", decoder, rows):
                 how = r["mode"] + (f", {r['micro_batches']} micro-batches" if r["mode"] != "serial" else "")
                 stage.row(

@@ -17,7 +17,7 @@ from specdec.capabilities import DraftInfo, DraftPart
 from specdec.cost.rounds import RoundTable
 from specdec.decoder import Decoder
 from specdec.executors.serial import Serial
-from specdec.lab.auto_runs import Measured, drained, each, estimates, of_kind, reading
+from specdec.lab.auto_runs import DecoderRuns, drained, each, estimates, of_kind, reading
 from specdec.lab.console import Framed, progress, table
 from specdec.parts import as_draft
 from specdec.prompts import Prompts, rows_of
@@ -147,10 +147,10 @@ def auto(
         )
     pool = base.pool({"none": None, **arms}, Fixed(0), costs="wall").build()
     assert pool.selecting is not None
-    runs = {"plain": Measured(plain, kind, 0)}
+    runs = {"plain": DecoderRuns(plain, kind, 0)}
     for i, (name, length) in enumerate(zip(pool.selecting.names, pool.selecting.lengths)):
         fixed = replace(pool, selecting=replace(pool.selecting, selector=Fixed(i)))
-        runs[name] = Measured(fixed, kind, length)
+        runs[name] = DecoderRuns(fixed, kind, length)
     done = 0
     for batch in sizes:
         for repeat in range(-1, repeats):
@@ -231,7 +231,7 @@ class Seconds:
 def _decided(
     base: Builder,
     arms: dict[str, Arm],
-    runs: dict[str, Measured],
+    runs: dict[str, DecoderRuns],
     sizes: tuple[int, ...],
     ids: list[list[int]],
     new_tokens: int,
@@ -262,7 +262,7 @@ def _decided(
 
 def _seconds(
     arms: Mapping[str, Arm],
-    runs: Mapping[str, Measured],
+    runs: Mapping[str, DecoderRuns],
     sizes: Sequence[int],
     longest: list[int],
     kinds: Sequence[Any],
@@ -281,7 +281,7 @@ def _seconds(
     return Seconds(plain, draft, rest, read, idle)
 
 
-def _round_table(spent: Seconds, runs: Mapping[str, Measured], sizes: tuple[int, ...]) -> RoundTable:
+def _round_table(spent: Seconds, runs: Mapping[str, DecoderRuns], sizes: tuple[int, ...]) -> RoundTable:
     """What ``Planner`` reads: first of no draft, then of each arm."""
     none, nothing = spent.rest["none"], (0.0,) * len(sizes)
     verify = [
@@ -299,7 +299,7 @@ def _round_table(spent: Seconds, runs: Mapping[str, Measured], sizes: tuple[int,
 
 
 def _idle(
-    run: Measured, kind: Any, sizes: Sequence[int], rest: Sequence[float], draft: Sequence[float]
+    run: DecoderRuns, kind: Any, sizes: Sequence[int], rest: Sequence[float], draft: Sequence[float]
 ) -> tuple[float, ...]:
     """By batch: what a round of rows of a kind costs later, when those that it has finished early are missing."""
     whole, mine = np.add(rest, draft), of_kind(run.rows, kind)
@@ -311,7 +311,7 @@ def _idle(
 
 def method_rows(
     arms: Mapping[str, Arm],
-    runs: Mapping[str, Measured],
+    runs: Mapping[str, DecoderRuns],
     sizes: Sequence[int],
     spent: Seconds,
     prompts: float,

@@ -24,7 +24,7 @@ BURSTS = 4.0
 
 
 @dataclass
-class Measured:
+class DecoderRuns:
     """A decoder, whose drafts are ``length`` deep at most, and what was measured of it.
 
     Attributes:
@@ -110,7 +110,7 @@ def estimates(
     """The kinds of requests, all of them together first, and ``prior`` and ``spread`` for ``Planner``.
 
     Args:
-        runs: the number of a draft, and the rows that it drafted (``Measured.rows``). longest: length of all drafts.
+        runs: the number of a draft, and the rows that it drafted (``DecoderRuns.rows``). longest: length of all drafts.
     """
     counted = [
         (draft, kind, np.pad(row, ((0, 1 + longest - len(row)), (0, 0))))
@@ -133,7 +133,7 @@ def estimates(
     return ("all", *found), tuple(prior), tuple(spread)
 
 
-def each(run: Measured, batch: int, seconds: float, plain: float) -> float:
+def each(run: DecoderRuns, batch: int, seconds: float, plain: float) -> float:
     """What a row that has a proposal adds to a plain round beside drafting; not less than nothing."""
     rows = batch * float(np.mean(run.proposals[batch]))
     return max(0.0, (seconds - plain) / rows) if rows else 0.0
@@ -146,7 +146,7 @@ def drained(
     the rows' own rounds, in batches drawn anew. For one row, and where a round's seconds are in proportion to its rows, those of the round.
 
     Args:
-        rows: ``Measured.rows``. seconds: of a round of so many rows.
+        rows: ``DecoderRuns.rows``. seconds: of a round of so many rows.
     """
     rounds = np.array([row[0, 0] for _, row in rows])
     tokens = rounds + np.array([row[1:, 1].sum() for _, row in rows])

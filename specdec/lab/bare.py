@@ -12,7 +12,7 @@ from specdec import drafts
 from specdec.decoder import Decoder
 from specdec.drafts.spire.steps import SpireSteps
 from specdec.lab.calibrated import Bare, Model
-from specdec.lab.captured import Replay, replay_of_a_chain
+from specdec.lab.captured import ReplayedChain, replay_of_a_chain
 from specdec.lab.clock import in_turn, middle
 from specdec.lab.prefill import Group
 from specdec.types import Context, Proposal
@@ -60,7 +60,7 @@ def timed_steps(
     times = in_turn(steps, repeats, take=list)
     made = []
     for (what, n), step, every in zip(names, steps, times):
-        each = np.array(every) / (step.forwards if isinstance(step, Replay) else 1)
+        each = np.array(every) / (step.forwards if isinstance(step, ReplayedChain) else 1)
         about = what, B, context, n, model.step(what, B, context, n), float(middle(each))
         made.append(Bare(*about, chains.get(what) is step, tuple(each.tolist())))
     return made

@@ -28,7 +28,7 @@ def captured(*parts: Any) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Replay:
+class ReplayedChain:
     """A captured chain of ``forwards`` forwards as a function to be timed."""
 
     program: Any
@@ -38,7 +38,7 @@ class Replay:
         return self.program.replay()
 
 
-def replay_of_a_chain(draft: Any, batch: int, k: int) -> Replay | None:
+def replay_of_a_chain(draft: Any, batch: int, k: int) -> ReplayedChain | None:
     """The chain of ``k`` tokens that the draft has captured for ``batch`` rows, replayed; ``None`` if there is none.
 
     It reads the inputs of the last round and overwrites its outputs.
@@ -48,5 +48,5 @@ def replay_of_a_chain(draft: Any, batch: int, k: int) -> Replay | None:
             continue
         if program.shape.steps == k and batch <= program.shape.rows < 2 * max(batch, 1):
             earlier = isinstance(program, RingChain) and program.shape.earlier
-            return Replay(program, k + int(earlier))
+            return ReplayedChain(program, k + int(earlier))
     return None

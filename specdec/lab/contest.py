@@ -16,7 +16,7 @@ from specdec.lab.contenders import Contender, Way, kept
 from specdec.lab.multipliers import Taus, ratio, speed
 from specdec.lab.replays import Replay
 from specdec.lab.steady import Measured
-from specdec.lab.turns import PLAIN, Case, drafting_ms
+from specdec.lab.turns import PLAIN, TimedWay, drafting_ms
 
 Row = dict[str, Any]
 
@@ -88,7 +88,7 @@ def window_row(
     row = {"part": "window", **one.about, "drafting": way.drafting, **at, "k": k}
     row |= _paired(narrow, k, full, k) | {"full_tau": full.efficiency(k).tau}
     for name, which in (("", way), ("full_", one.chain)):
-        row[f"{name}draft_ms"] = drafting_ms(times[Case(which).label], times[PLAIN])
+        row[f"{name}draft_ms"] = drafting_ms(times[TimedWay(which).label], times[PLAIN])
         row[f"{name}kv_positions"] = kept(which, at["context"] + k)
     return row
 
@@ -96,13 +96,14 @@ def window_row(
 def _paired(mine: Replay, k: int | None, other: Replay, other_k: int) -> Row:
     """τ with an interval, and its paired ratio to another replay's."""
     each = (mine.efficiency(k), other.efficiency(other_k))
-    made = figures(*(torch.stack(e[:2]).numpy() for e in each), Clusters(mine.trace.sources))
+    ours, theirs = (torch.stack(e[:2]).numpy() for e in each)
+    made = figures(ours, theirs, Clusters(mine.trace.sources))
     return {name: made[name] for name in FIGURES[:6]}
 
 
 def speed_rows(
     field: Sequence[Contender],
-    cases: Sequence[Case],
+    cases: Sequence[TimedWay],
     measured: Sequence[Measured],
     taus: Taus,
     batch: int,
@@ -185,7 +186,7 @@ def time_rows(
     return rows
 
 
-def choice_rows(cases: Sequence[Case], replays: Mapping[str, Replay], batch: int, at: Row) -> list[Row]:
+def choice_rows(cases: Sequence[TimedWay], replays: Mapping[str, Replay], batch: int, at: Row) -> list[Row]:
     """What was chosen on the development prompts, with τ there."""
     rows = []
     for case in cases:

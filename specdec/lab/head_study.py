@@ -16,7 +16,7 @@ from specdec.lab.options import option
 from specdec.lab.prompt_file import pieces, prompt_entries, shipped
 from specdec.lab.ranks import accuracies
 from specdec.lab.replays import Verification
-from specdec.lab.turns import Case, Turns, taus_of
+from specdec.lab.turns import TimedWay, Turns, taus_of
 from specdec.models.hf import HFModel
 from specdec.sampling import Sampling
 
@@ -130,7 +130,7 @@ class Study:
             way for one in self.field for way in one.trees(s.trees, self.known.accuracies.get(one.name))
         ]
 
-    def chosen(self) -> tuple[dict[int, list[Case]], list[Row]]:
+    def chosen(self) -> tuple[dict[int, list[TimedWay]], list[Row]]:
         """By batch, what is worth timing, by the development prompts; and rows that say so."""
         s, ways = self.s, self.chains + self.trees
         verifiers: tuple[Verification, ...] = (
@@ -171,7 +171,7 @@ class Study:
                 rows += contest.tau_rows(self.field, replays, self.reference, self.at, "outside")
         return rows
 
-    def there(self, replays: Any, cases: dict[int, list[Case]], here: Row) -> list[Row]:
+    def there(self, replays: Any, cases: dict[int, list[TimedWay]], here: Row) -> list[Row]:
         """The parts at one context."""
         s, rows = self.s, []
         if "depth" in s.parts:
@@ -195,9 +195,9 @@ class Study:
         """What windows cost and save at the longest context, at batch 1 and k = 4."""
         turns, rows = self.turns(self.chains + windows, "test", here["context"]), []
         pairs = [(one, way) for way in windows for one in self.field if one.name == way.method]
-        cases = [Case(way, min(4, one.longest)) for one, narrow in pairs for way in (narrow, one.chain)]
+        cases = [TimedWay(way, min(4, one.longest)) for one, narrow in pairs for way in (narrow, one.chain)]
         self.tell(f"windows at context {here['context']}")
-        times = {m.method: m for m in turns.measure([Case(None), *cases], 1, self.s.repeats, progress)}
+        times = {m.method: m for m in turns.measure([TimedWay(None), *cases], 1, self.s.repeats, progress)}
         for one, way in pairs:
             rows.append(
                 contest.window_row(one, way, min(4, one.longest), replays, times, here | {"batch": 1})

@@ -39,7 +39,7 @@ class Mode(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PipelineComparison:
     """Settings of a comparison.
 
     Attributes:

@@ -28,7 +28,7 @@ PLAIN = "plain"
 LEAST_ROWS = 4  # smaller batches decode several groups of prompts
 
 
-class Case(NamedTuple):
+class TimedWay(NamedTuple):
     """What is timed: a way to draft, how many tokens, and the verifier; ``way`` is ``None`` for plain decoding."""
 
     way: Way | None
@@ -74,7 +74,7 @@ class Turns:
     def _decoders(self) -> dict[tuple[str, int], Decoder]:
         return {}
 
-    def decoder(self, case: Case) -> Decoder:
+    def decoder(self, case: TimedWay) -> Decoder:
         """The decoder of a case, cached."""
         key = case.label, case.k
         if key not in self._decoders:
@@ -103,7 +103,7 @@ class Turns:
 
     def measure(
         self,
-        cases: Sequence[Case],
+        cases: Sequence[TimedWay],
         batch: int,
         repeats: int,
         tell: Callable[[str], None] = lambda line: None,
@@ -129,13 +129,13 @@ class Turns:
     ) -> dict[tuple[str, int], Measured]:
         """Every chain at every length, one row at a time, by method and k; plain decoding has k = 0."""
         chains = [way for way in self.ways if way.drafting == "chain"]
-        cases = [Case(None), *(Case(way, k) for way in chains for k in range(1, way.longest + 1))]
+        cases = [TimedWay(None), *(TimedWay(way, k) for way in chains for k in range(1, way.longest + 1))]
         names = [PLAIN if case.way is None else case.way.method for case in cases]
         return {(name, m.k): m for name, m in zip(names, self.measure(cases, 1, repeats, tell))}
 
     def chosen(
         self, replays: Mapping[str, Replay], batch: int, verifiers: Sequence[Verification]
-    ) -> list[Case]:
+    ) -> list[TimedWay]:
         """For each method, drafting and verifier the case with the most tokens a second by τ over a round's time.
 
         Of a chain, runs at two lengths give the time of a round, which is taken as linear in k. Trees of a method are timed as they are, and
@@ -144,26 +144,26 @@ class Turns:
         Args:
             replays: of every way, by its label.
         """
-        groups, made = self.groups(batch), [Case(None)]
-        trees: dict[str, tuple[float, Case]] = {}
+        groups, made = self.groups(batch), [TimedWay(None)]
+        trees: dict[str, tuple[float, TimedWay]] = {}
         for way in self.ways:
             replay = replays[way.label]
             if replay.chains:
                 near, far = (
-                    self._short(Case(way, k), groups) for k in (min(4, way.longest), _far(way.longest))
+                    self._short(TimedWay(way, k), groups) for k in (min(4, way.longest), _far(way.longest))
                 )
                 lengths = range(1, way.longest + 1)
                 for verifier in verifiers:
                     taus = [replay.efficiency(k, verifier).tau for k in lengths]
-                    made.append(Case(way, promising(near, far, lengths, taus, 1)[0], verifier))
+                    made.append(TimedWay(way, promising(near, far, lengths, taus, 1)[0], verifier))
             else:
-                case = Case(way, way.longest)
+                case = TimedWay(way, way.longest)
                 speed = replay.tau / self._short(case, groups).round_seconds
                 if speed > trees.get(way.method, (0.0, case))[0]:
                     trees[way.method] = speed, case
         return made + [case for _, case in trees.values()]
 
-    def _short(self, case: Case, groups: Sequence[Group]) -> Measured:
+    def _short(self, case: TimedWay, groups: Sequence[Group]) -> Measured:
         """One counted run of half the length, after one that warms up."""
         decoder, count = self.decoder(case), max(1, self.new_tokens // 2)
         steady(decoder, groups, max(1, count // 4))
@@ -180,7 +180,7 @@ def drafting_ms(case: Measured, plain: Measured) -> float:
     return 1e3 * sum(case.stage(name) - plain.stage(name) for name in ("draft", "other"))
 
 
-def taus_of(replays: Mapping[str, Replay], cases: Sequence[Case], context: int) -> Taus:
+def taus_of(replays: Mapping[str, Replay], cases: Sequence[TimedWay], context: int) -> Taus:
     """The noise-free τ of cases, as ``multipliers`` takes it; clusters are the trace's sources."""
     trace = next(iter(replays.values())).trace
     scores: dict[tuple[str, int, int], Efficiency] = {}
