@@ -74,10 +74,7 @@ def decoders(s: Settings, model: Any, tokenizer: Any, limit: int | None) -> dict
     """By method; ``limit``: bytes of each prefix cache."""
     target = sd.HFModel(model, tokenizer, prefix_cache=limit)
     base, (small, own) = sd.decoder(target).greedy(), load(s.draft, device=target.device)
-    made = {
-        "plain": base,
-        "small model": base.draft(sd.HFModel(small, own, prefix_cache=limit), length=s.k),
-    }
+    made = {"plain": base, "small model": base.draft(sd.HFModel(small, own, prefix_cache=limit), length=s.k)}
     if s.spire:
         made["SPIRe"] = base.draft(as_draft(s.spire, "--spire", target.device, target), length=s.k)
     return {name: one.build() for name, one in made.items()}

@@ -53,10 +53,7 @@ STAGES = {
     "h": "ours", "i": "others", "f": "invariant", "d": "paper", "e": "spin",
 }  # fmt: skip
 SHARES = {"a": 6}  # processes of a stage on a GPU
-COMMANDS = {
-    "1": ("a+t+g,b,c,s,h,i", "1.75,1,1,0.85,0.95,1.5"),
-    "2": ("d,e,f,p", "3,1,0.6,0.6"),
-}
+COMMANDS = {"1": ("a+t+g,b,c,s,h,i", "1.75,1,1,0.85,0.95,1.5"), "2": ("d,e,f,p", "3,1,0.6,0.6")}
 """Stages and minutes of two runs. If no stage needs its grace, both take 15 minutes at most, the starts of a machine included."""
 GRACE = 45.0  # seconds beyond --minutes until a stage's process is ended
 POLL = 0.5  # seconds between reads of the rows of a stage's process

@@ -74,11 +74,7 @@ class Contender:
     @property
     def about(self) -> dict[str, Any]:
         """The fields that all rows of this draft have."""
-        return {
-            "method": self.name,
-            "parameters": self.parameters,
-            "tokens_trained": self.tokens_trained,
-        }
+        return {"method": self.name, "parameters": self.parameters, "tokens_trained": self.tokens_trained}
 
     @property
     def chain(self) -> Way:

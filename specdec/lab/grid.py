@@ -259,11 +259,7 @@ def turns(repeats: int) -> int:
 
 
 def promising(
-    near: Measured,
-    far: Measured,
-    lengths: Iterable[int],
-    taus: Iterable[float] | None = None,
-    count: int = 2,
+    near: Measured, far: Measured, lengths: Iterable[int], taus: Iterable[float] | None = None, count: int = 2
 ) -> list[int]:
     """The k with the most tokens a second, estimated from ``taus`` of ``lengths`` and a round's time linear in k.
 

@@ -63,8 +63,7 @@ class MethodSettings:
         "float32 models' products read bfloat16 copies of their weights (docs/kernels.md), in all methods (default: where they are exact)",
     )
     graphs: Literal["", "auto", "eager"] = option(
-        "",
-        "CUDA graphs of small steps (auto), or the same steps without capturing them (default: neither)",
+        "", "CUDA graphs of small steps (auto), or the same steps without capturing them (default: neither)"
     )
     executor: Literal["serial", "ahead"] = option(
         "serial",
