@@ -16,7 +16,7 @@ import specdec as sd
 from specdec import parts, zoo
 from specdec.drafts.heads import MTP, Medusa
 from specdec.drafts.spire import SpireModel
-from specdec.lab import loading
+from specdec.lab import loading, on_texts
 from specdec.lab.loading import draft_part, load, load_draft
 from specdec.lab.options import parse
 from specdec.lab.recipe import Placed, Replayed
@@ -197,7 +197,8 @@ def test_recipes_pass_device_and_dtype_on(name, monkeypatch):
 
     needed = {"answers": {"dataset": "d", "output": "o"}}.get(name, {})
     with imported(name) as recipe:
-        monkeypatch.setattr(recipe, "load", stop)
+        on_recorded_texts = issubclass(recipe.Settings, on_texts.OnTexts)
+        monkeypatch.setattr(on_texts if on_recorded_texts else recipe, "load", stop)
         default = torch.float32 if name in EXACT else None
         for options, expected in (
             ({}, (default, None)),
