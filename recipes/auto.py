@@ -74,16 +74,8 @@ def main(s: Settings) -> list[dict[str, Any]]:
         )
         spent = perf_counter() - began
         print(f"\ntemperature {temperature:g}, measured in {spent:.0f} s\n{auto}")
-        rows += [
-            {
-                "part": "measured",
-                "temperature": temperature,
-                "calibration_seconds": spent,
-                "margin": auto.selector.margin,
-                **row,
-            }
-            for row in auto.rows
-        ]
+        about = {"part": "measured", "temperature": temperature, "calibration_seconds": spent}
+        rows += [{**about, "margin": auto.selector.margin, **row} for row in auto.rows]
         fixed = {
             f"{name}/{k}": base.draft(draft, k).build()
             for (name, draft), lengths in zip(drafts.items(), (s.lengths, s.lookups))
@@ -92,7 +84,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
         decoders = {"plain": base.build(), AGAIN: base.build(), "auto": auto.decoder, **fixed}
         for batch in s.batches:
             rows += compared(s, decoders, [ids[: s.context] for ids in test], temperature, batch)
-    columns = (
+    columns = [
         "temperature",
         "batch",
         "method",
@@ -102,7 +94,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
         "ratio_low",
         "ratio_high",
         "naive",
-    )
+    ]
     print("\n" + table([row for row in rows if row["part"] != "measured"], columns))
     s.save(rows)
     return rows
@@ -141,13 +133,8 @@ def compared(
     place = {"temperature": temperature, "batch": batch}
     rows = []
     for name, mine in speed.items():
-        row = {
-            "part": "speed",
-            "method": name,
-            **place,
-            "tau": float(np.mean(taus[name])),
-            "tokens_per_second": float(np.median(mine)),
-        }
+        row = {"part": "speed", "method": name, **place, "tau": float(np.mean(taus[name]))}
+        row["tokens_per_second"] = float(np.median(mine))
         row |= {"repeats": s.repeats, "speeds": mine.tolist()} | geometric(mine / speed["plain"])
         rows.append(row | ({"plain_share": float(np.mean(plainly))} if name == "auto" else {}))
     return [*rows, {"part": "hindsight", "method": "auto over the best", **place, **hindsight(speed)}]

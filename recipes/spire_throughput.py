@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import checkout  # noqa: F401
@@ -92,11 +93,10 @@ def grid(
     """A multiplier for every method, batch and context."""
     rows = []
     for name, method in methods.items():
-        for batch in batches:
-            for context in contexts:
-                load = Load(batch, context, paper.K)
-                one = method.round(target, load.full if full else load)
-                rows.append(row(figure, name, batch, context, one.multiplier(tau[name], hardware), tau[name]))
+        for batch, context in product(batches, contexts):
+            load = Load(batch, context, paper.K)
+            one = method.round(target, load.full if full else load)
+            rows.append(row(figure, name, batch, context, one.multiplier(tau[name], hardware), tau[name]))
     return rows
 
 
@@ -118,33 +118,19 @@ def intensities(target: Shape, methods: Mapping[str, Method]) -> list[Row]:
             some = rounds["vanilla"]
             steps = {"autoregressive": some.target, "verify": some.verify}
             steps |= {name: one.draft for name, one in rounds.items() if one.draft}
-            rows += [
-                {
-                    "figure": "fig3",
-                    "method": name,
-                    "batch": batch,
-                    "context": context,
-                    "intensity": step.intensity,
-                }
-                for name, step in steps.items()
-            ]
+            for name, step in steps.items():
+                place = {"figure": "fig3", "method": name, "batch": batch, "context": context}
+                rows.append({**place, "intensity": step.intensity})
     return rows
 
 
 def ablations(target: Shape, hardware: Hardware) -> list[Row]:
     """SPIRe's variants; ``method`` is the variant. Their tau was measured at a context of 512 only."""
-    batch, context = AT
-    return [
-        row(
-            "fig5",
-            variant,
-            batch,
-            context,
-            a.method.round(target, Load(batch, context, paper.K)).multiplier(a.tau, hardware),
-            a.tau,
-        )
-        for variant, a in paper.ABLATIONS.items()
-    ]
+    rows = []
+    for variant, a in paper.ABLATIONS.items():
+        multiplier = a.method.round(target, Load(*AT, paper.K)).multiplier(a.tau, hardware)
+        rows.append(row("fig5", variant, *AT, multiplier, a.tau))
+    return rows
 
 
 def growth(
@@ -155,21 +141,16 @@ def growth(
     new_tokens: int,
 ) -> list[Row]:
     """As fig4, with times summed while the context grows; ``context`` is the length at the end of the generation."""
-    starts = {context: context - new_tokens for context in CONTEXTS if context > new_tokens}
-    return [
-        row(
-            "growing",
-            name,
-            batch,
-            context,
-            growing(method, target, Load(batch, start, paper.K), tau[name], hardware, new_tokens),
-            tau[name],
-            new_tokens=new_tokens,
-        )
-        for name, method in methods.items()
-        for batch in BATCHES
-        for context, start in starts.items()
-    ]
+    rows = []
+    for name, method in methods.items():
+        for batch, context in product(BATCHES, CONTEXTS):
+            if context > new_tokens:
+                load = Load(batch, context - new_tokens, paper.K)
+                multiplier = growing(method, target, load, tau[name], hardware, new_tokens)
+                rows.append(
+                    row("growing", name, batch, context, multiplier, tau[name], new_tokens=new_tokens)
+                )
+    return rows
 
 
 def critical(tau: float, hardware: Hardware) -> list[Row]:
