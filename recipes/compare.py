@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import checkout  # noqa: F401
 

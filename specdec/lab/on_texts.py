@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specdec.drafts.coerce import as_model
 from specdec.lab.loading import draft_part, load
 from specdec.lab.options import option
 from specdec.lab.prompt_file import Entry, pieces, read, shipped
 from specdec.lab.recipe import Replayed
-from specdec.models.hf import HFModel
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class OnTexts(Replayed):
     window: int = option(64, "window of magicdec and windowed drafts")
     sinks: int = option(1, "first tokens that they keep")
 
-    def loaded(self) -> HFModel:
-        """The target."""
-        return HFModel(*load(self.target, self.precision, self.place))
+    def loaded(self) -> Any:
+        """The target, an ``HFModel`` or an ``OwnCache``."""
+        return as_model(load(self.target, self.precision, self.place), "target")
 
-    def parts(self, target: HFModel, drafts: Sequence[str] | None = None) -> dict[str, Any]:
+    def parts(self, target: Any, drafts: Sequence[str] | None = None) -> dict[str, Any]:
         """The drafts by name (default: of ``drafts``), as ``loading.draft_part`` makes them."""
         some = self.drafts if drafts is None else drafts
         return dict(draft_part(spec, target, self.window, self.sinks, self.precision) for spec in some)
@@ -47,7 +47,7 @@ class OnDevelopment(OnTexts):
     context: int = option(192, "tokens of each prompt")
     temperatures: tuple[float, ...] = option((0.6, 1.0), "of the target and the drafts")
 
-    def pieces(self, target: HFModel) -> list[Entry]:
+    def pieces(self, target: Any) -> list[Entry]:
         """The prompts, each cut to ``context`` tokens.
 
         Raises:
