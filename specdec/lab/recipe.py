@@ -64,18 +64,8 @@ class Placement:
         "auto", "of weights (default: auto, as they are stored; float32 for pocket models)"
     )
 
-<<<<<<< HEAD
     def check_device(self) -> None:
         """Raise SystemExit if there is no such device."""
-=======
-    def begin(self) -> None:
-        """As ``Reported.begin``.
-
-        Raises:
-            SystemExit: there is no such device.
-        """
-        super().begin()
->>>>>>> 78079d8 (lab: one bootstrap, and settings that recipes share)
         try:
             kind = torch.device(self.device or "cpu").type
         except RuntimeError:
