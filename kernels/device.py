@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -32,6 +32,17 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 def current(device: torch.device) -> AbstractContextManager[Any]:
     """A context with ``device`` as the current device, on which Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def own_precision() -> AbstractContextManager[Any]:
+    """A context without the caller's ``torch.autocast``, in which products would leave the precision of their model."""
+    casts = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if not casts:
+        return nullcontext()
+    off = ExitStack()
+    for kind in casts:
+        off.enter_context(torch.autocast(kind, enabled=False))
+    return off
 
 
 class DeferredChecks:

@@ -240,6 +240,11 @@ class Builder:
         verifier = default_verifier(ModelInfo.of(target).device) if self._verifier is None else self._verifier
         able = VerifierInfo.of(verifier)
         for each in part.members:
+            if each.info.trees and not able.siblings:
+                raise ValueError(
+                    f"verifier {able.name!r} takes chains, and draft {each.info.name!r} proposes trees: use a draft of chains, or Traversal() or "
+                    "Rejection(), which take trees"
+                )
             if each.info.trees and each.info.siblings not in able.siblings:
                 raise ValueError(
                     f"verifier {able.name!r} takes trees whose siblings are drawn {' or '.join(map(repr, able.siblings))}, and draft "

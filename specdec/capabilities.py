@@ -110,7 +110,7 @@ class VerifierInfo(_Info):
         name: for messages. lossless: committed tokens have the target's distribution.
         takes_logits: ``from_logits`` decides as ``__call__`` does (``protocols.TakesLogits``).
         compares_tokens: ``greedy`` decides as ``__call__`` does at temperature 0 (``protocols.ComparesTokens``).
-        siblings: the kinds of trees that it verifies exactly, of those that ``DraftInfo.siblings`` declares (default: all).
+        siblings: the kinds of trees that it verifies exactly, of those that ``DraftInfo.siblings`` declares (default: all; none: it takes chains only).
 
     A class that declares a shortcut does so for its own ``__call__``; a subclass with another one must not inherit it.
     """

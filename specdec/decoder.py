@@ -19,6 +19,7 @@ from specdec.executors.contract import Checks, Executor
 from specdec.executors.pipelined import Pipelined
 from specdec.executors.serial import Serial
 from specdec.generation import Generation
+from specdec.kernels.device import own_precision
 from specdec.models.hf import HFModel
 from specdec.models.own_cache import OwnCache
 from specdec.per_request import Failures, PerRequest
@@ -372,7 +373,7 @@ class Decoder(Composition):
             rounds = self.executor.run(decoder, context, own, limits)
             while True:
                 # Off in the consumer's code, and when an unfinished run is closed.
-                with torch.inference_mode():
+                with torch.inference_mode(), own_precision():
                     round = next(rounds, None)
                 if round is None:
                     break

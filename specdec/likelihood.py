@@ -19,7 +19,7 @@ from specdec.capabilities import ModelInfo
 from specdec.decoder import Decoder
 from specdec.executors.round import staying
 from specdec.generation import Generation
-from specdec.kernels.device import to_device
+from specdec.kernels.device import own_precision, to_device
 from specdec.kernels.topk import topk
 from specdec.prompts import Prompts, rows_of
 from specdec.protocols import LanguageModel
@@ -137,7 +137,8 @@ def log_probs(
     some = torch.tensor([b for b, text in enumerate(texts) if text.ids], dtype=torch.long)
     size = max(len(some), 1) if batch_size is None else batch_size
     for numbers in some.split(size) if len(some) else ():
-        _read(target, drawn, [texts[b] for b in numbers.tolist()], numbers, top or 0, chunk, parts)
+        with own_precision():
+            _read(target, drawn, [texts[b] for b in numbers.tolist()], numbers, top or 0, chunk, parts)
     # Made outside inference mode, so that the results may be used where gradients are computed.
     dtype = next((pieces[0].values.dtype for pieces in parts if pieces), torch.float32)
     none = torch.zeros(0, top or 0, dtype=dtype)

@@ -11,6 +11,8 @@ from walked import walked
 import specdec as sd
 from specdec.audit.planted import BlockByThePaper
 from specdec.rng import Philox, seeds
+from specdec.selectors import Fixed
+from specdec.verifiers import FLy
 
 
 def verdicts(verifier, target, draft, k):
@@ -89,10 +91,18 @@ def test_point_masses_are_verified_as_by_rejection(one_hot):
 def test_a_tree_and_a_declared_distribution_are_refused():
     target = sd.TableModel.random(3, 1, seed=0)
     tree = sd.decoder(target).draft(sd.drafts.Tree(target, (2,)), length=1)
-    with pytest.raises(
-        ValueError, match=r"BlockVerification takes chains, and row 0 .* is a tree: use a draft"
-    ):
-        tree.verifier(sd.BlockVerification()).build().generate([[0]], 4)
+    pool = sd.decoder(target).pool({"tree": sd.drafts.Tree(target, (2,)), "none": None}, Fixed(1), 1)
+    for verifier in (sd.BlockVerification(), FLy()):
+        for given in (tree, pool):
+            with pytest.raises(
+                ValueError, match=r"takes chains, and draft 'tree' proposes trees: use a draft"
+            ):
+                given.verifier(verifier).build()
+    two = torch.tensor([[1, 2]])
+    undeclared = sd.Proposal(two, torch.tensor([[-1, -1]]), torch.tensor([2]))
+    for verifier in (sd.BlockVerification(), FLy()):
+        with pytest.raises(ValueError, match=r"takes chains, and row 0 .* is a tree: use a draft"):
+            verifier.check(undeclared)
     one = torch.ones(1, 1, dtype=torch.long)
     declared = sd.Proposal.chain(one, one[0], torch.full((1, 1, 3), 1 / 3))
     with pytest.raises(ValueError, match=r"BlockVerification\(trust_declared=True\)"):

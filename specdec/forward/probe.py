@@ -10,6 +10,7 @@ from specdec.cache.contract import KVStore
 from specdec.cache.slots import KVShape
 from specdec.forward.contract import Runner
 from specdec.kernels.attention import AttentionPlan
+from specdec.kernels.device import own_precision
 from specdec.kernels.float8 import rounded
 
 
@@ -47,7 +48,7 @@ def kv_shapes(
     else:
         plan = AttentionPlan([0], [0], [1], page, table=[[0]], page=page)
     token = torch.zeros(1, dtype=torch.long, device=device)
-    with torch.inference_mode():
+    with torch.inference_mode(), own_precision():
         path.forward(probe, plan, token, token, False)
     if sorted(probe.shapes) != list(range(len(probe.shapes))) or not probe.shapes:
         raise LookupError(f"only layers {sorted(probe.shapes)} keep keys and values")

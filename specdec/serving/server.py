@@ -26,6 +26,7 @@ from specdec.executors.pipelined import Pipelined
 from specdec.executors.round import MicroBatch
 from specdec.executors.scheduler import Scheduler
 from specdec.executors.worker import DraftRequest, InlineWorker
+from specdec.kernels.device import own_precision
 from specdec.per_request import Failures, PerRequest
 from specdec.prompts import by_request, prepared, rows_of
 from specdec.protocols import PooledCache
@@ -91,7 +92,7 @@ class Server:
         steps = self._steps()
         try:
             while True:
-                with torch.inference_mode():  # off in the consumer's code
+                with torch.inference_mode(), own_precision():  # off in the consumer's code
                     one = next(steps, None)
                 if one is None:
                     return

@@ -36,7 +36,7 @@ class BlockVerification(Rejection):
     @property
     def info(self) -> VerifierInfo:
         own = type(self).__call__ is BlockVerification.__call__  # another call gets no shortcut
-        return VerifierInfo("block verification", lossless=True, compares_tokens=own)
+        return VerifierInfo("block verification", lossless=True, compares_tokens=own, siblings=())
 
     def check(self, proposal: Proposal) -> None:
         super().check(proposal)

@@ -51,7 +51,7 @@ class FLy(Rejection):
     @property
     def info(self) -> VerifierInfo:
         own = type(self).__call__ is FLy.__call__  # another call gets no shortcut
-        return VerifierInfo("FLy (lossy)", compares_tokens=own)
+        return VerifierInfo("FLy (lossy)", compares_tokens=own, siblings=())
 
     def check(self, proposal: Proposal) -> None:
         super().check(proposal)
