@@ -326,7 +326,7 @@ PLANTED: list[tuple[str, Any]] = [
     ("declaration", Lossy()),
     ("declaration", NoShortcut()),
     ("declaration", OfSiblings(("in sequence",))),
-    ("declaration", OfSiblings(())),
+    ("check", OfSiblings(())),
     ("check", OfSiblings(("in turn", "independent"))),
     ("check", OfSiblings(ALL, refuses=True)),
     ("check", Never()),
