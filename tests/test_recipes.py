@@ -116,7 +116,7 @@ def test_untrained(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_auto(tmp_path):
     file = tmp_path / "a.json"
-    options = "--temperatures 0 --batches 1 2 --context 40 --tokens 12 --lengths 1 2 --lookups 2 --repeats 4 --calibration 1"
+    options = "--temperatures 0 --batches 1 2 --context 40 --tokens 40 --lengths 1 2 --lookups 2 --repeats 4 --calibration 1"
     said = quick("recipes/auto.py", *options.split(), "--json", str(file))
     rows = json.loads(file.read_text())["rows"]
     parts = [(row["part"], row["batch"]) for row in rows]
