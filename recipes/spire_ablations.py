@@ -27,6 +27,7 @@ from specdec.drafts.spire import SpireModel
 from specdec.lab.console import table
 from specdec.lab.fitting import OnCorpus
 from specdec.lab.options import option, parse
+from specdec.lab.report import write
 from specdec.lab.states import stream_states
 from specdec.lab.tau import sample, score
 from specdec.lab.trainings import together, training
@@ -117,7 +118,8 @@ def shown(s: Settings, wanted: dict[str, Variant], rows: list[Row], merged: Sequ
     leads = [r for r in found if r["part"] == "lead"]
     if leads:
         print("\n" + table(leads, ["tokens", "method", "over", "ratio", "ratio_low", "ratio_high"]))
-    s.save([*found, *rows, *merged], s.first_seed)
+    if s.json:
+        write(s.json, [*found, *rows, *merged], s.first_seed)
 
 
 def trained(s: Settings, name: str, seed: int, target: Any, data: Any, texts: Any, label: str) -> Efficiency:
