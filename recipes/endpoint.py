@@ -79,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """An error of HTTP itself, such as another method, in JSON."""
         self.close_connection = True  # what follows it cannot be told from a next request
-        self._refuse(405 if code == 501 else code, f"{message or code}: {HERE}")
+        self._refuse(405 if code == 501 else code, f"{message or self.responses[code][0]}: {HERE}")
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
@@ -211,6 +211,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
+            if self.close_connection:
+                self.send_header("Connection", "close")
             self.end_headers()
             self.wfile.write(data if self.command != "HEAD" else b"")
             self.wfile.flush()

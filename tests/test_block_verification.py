@@ -98,6 +98,10 @@ def test_a_tree_and_a_declared_distribution_are_refused():
                 ValueError, match=r"takes chains, and draft 'tree' proposes trees: use a draft"
             ):
                 given.verifier(verifier).build()
+    chain = (
+        sd.decoder(target).draft(sd.drafts.Tree(target, (1, 1)), length=2).verifier(sd.BlockVerification())
+    )
+    assert chain.build().generate([[0]], 4).ids
     two = torch.tensor([[1, 2]])
     undeclared = sd.Proposal(two, torch.tensor([[-1, -1]]), torch.tensor([2]))
     for verifier in (sd.BlockVerification(), FLy()):

@@ -577,6 +577,13 @@ def test_what_a_late_cache_would_raise_is_raised_at_the_start(models, monkeypatc
     monkeypatch.setattr(contiguous, "free_bytes", lambda device: 10**5)
     with pytest.raises(MemoryError, match="KV cache of 6 rows"):
         decoder.draft.init(sd.Context.of(PROMPTS, 4000), None)
+    need = 6 * (4000 + moved._path.spare) * moved.bytes_per_token()
+    monkeypatch.setattr(contiguous, "free_bytes", lambda device: 1.5 * need)  # for one of the two
+    state = Pool((sd.drafts.Model(moved),), (0,)).init(sd.Context.of(PROMPTS, 4000), None)
+    with pytest.raises(MemoryError, match="KV cache of 12 rows"):
+        Pool((sd.drafts.Model(moved),), (0,)).join(state, state)
+    with pytest.raises(MemoryError, match="KV cache of 6 rows"):
+        decoder.draft.init(sd.Context.of(PROMPTS, 4000), None)
     monkeypatch.undo()
     model.float()
     with pytest.raises(RuntimeError, match="make a new HFModel"):

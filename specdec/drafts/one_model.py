@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -40,15 +41,10 @@ class OneModel:
         """A state for its rows that has read nothing."""
         return ModelState(self.model.cache(*unused), None)
 
-    def later(self, context: Context) -> Unused:
-        """A state to be ``made`` when a row first uses it, if the draft is ``late``.
-
-        Raises:
-            MemoryError, RuntimeError: as for ``HFModel.check_room``.
-        """
-        if isinstance(self.model, HFModel):
-            self.model.check_room(context.batch, context.tokens.shape[1])
-        return Unused(context.batch, context.tokens.shape[1])
+    def check_room(self, unused: Unused, beside: Sequence[Any] = ()) -> list[Any]:
+        """As ``HFModel.check_room``, for a draft that is ``late``."""
+        assert isinstance(self.model, HFModel)
+        return self.model.check_room(*unused, beside)
 
     def prepare(self, state: ModelState, context: Context, rows: Tensor | None) -> ModelState:
         """Feed unread tokens of ``rows`` (``None``: all), so that the next ``propose`` need not."""

@@ -6,7 +6,7 @@ or earlier in ``prepare``, while another draft still drafts for the row. A model
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter
@@ -103,15 +103,25 @@ class Pool:
         return replace(self, drafts=tuple(part.bound(target, sampling) for part in self.parts))
 
     def init(self, context: Context, target_cache: Any) -> PoolState:
-        states = tuple(self._begun(d, context, target_cache) for d in range(len(self.drafts)))
+        unused = Unused(context.batch, context.tokens.shape[1])
+        self._check_room(self.late, unused)
+        states = tuple(
+            unused
+            if late is not None
+            else part.draft.init(context, target_cache)
+            if part.waits is None
+            else part.waits.empty(context)
+            for part, late in zip(self.parts, self.late)
+        )
         arm = torch.zeros(context.batch, dtype=torch.long)
         return PoolState(states, arm, self._teams(arm), (None,) * len(states), (0.0,) * len(self.arms))
 
-    def _begun(self, d: int, context: Context, target_cache: Any) -> Any:
-        part, late = self.parts[d], self.late[d]
-        if late is not None:
-            return late.later(context)
-        return part.draft.init(context, target_cache) if part.waits is None else part.waits.empty(context)
+    def _check_room(self, drafts: Iterable[OneModel | None], unused: Unused) -> None:
+        """Raise MemoryError, or RuntimeError, for late drafts whose caches could not all be made."""
+        taken: list[Any] = []
+        for draft in drafts:
+            if draft is not None:
+                taken = draft.check_room(unused, taken)
 
     def _made(self, d: int, state: Any) -> Any:
         """The state of draft ``d``, which is about to be used."""
@@ -178,17 +188,16 @@ class Pool:
             return Proposal.none(context.batch), state._replace(proposals=tuple(made), seconds=seconds)
         spent = [0.0] * len(self.drafts)
         for d, rows in teams.rows.items():
-            began = perf_counter()
             mine = budget
             if len(rows) < context.batch:
                 mine = torch.zeros_like(budget).index_copy_(0, rows, budget[rows])
             if mine.numpy().any():
+                ready, began = self._made(d, states[d]), perf_counter()
                 with DeferredChecks() as later:
-                    ready = self._made(d, states[d])
                     drafted, states[d] = self.parts[d].propose(ready, context, mine, rng)
                 made[d] = drafted
                 later.settle(*([drafted.tokens] if self.timed else []))
-            spent[d] = perf_counter() - began
+                spent[d] = perf_counter() - began
         seconds = tuple(spent[d] * share if share else 0.0 for d, share in zip(self.arms, teams.share))
         parts = [(p, rows) for d, rows in teams.rows.items() if (p := made[d]) is not None]
         proposal = merged(parts, context.batch)
@@ -240,7 +249,9 @@ class Pool:
 
     def _joined(self, d: int, mine: Any, theirs: Any) -> Any:
         if isinstance(mine, Unused) and isinstance(theirs, Unused):
-            return Unused(mine.batch + theirs.batch, max(mine.width, theirs.width))
+            both = Unused(mine.batch + theirs.batch, max(mine.width, theirs.width))
+            self._check_room([self.late[d]], both)
+            return both
         joins: Any = self.parts[d].joins  # ``serving.check``
         return joins.join(self._made(d, mine), self._made(d, theirs))
 

@@ -60,7 +60,7 @@ class Tree(OneModel):
     def info(self) -> DraftInfo:
         return DraftInfo(
             "tree",
-            trees=True,
+            trees=max(self.widths) > 1,
             nodes=self.nodes,
             longest=len(self.widths),
             revocable=True,

@@ -210,11 +210,12 @@ class HFModel(Wrapper):
         except LookupError as error:
             raise refuse(self.clone.config.model_type, str(error)) from None
 
-    def check_room(self, batch: int, capacity: int) -> None:
-        """Raise what ``cache`` would, except about changed weights, which takes longer to find out."""
+    def check_room(self, batch: int, capacity: int, beside: Sequence[KVShape] = ()) -> list[KVShape]:
+        """Raise what ``cache`` would, except about changed weights, which takes longer to find out. Returns what a token takes, with what it takes ``beside``."""
         self._check_storage(weights=False)
-        if self.steps is None and self.page is None:
-            check_memory(self._shapes, batch, capacity, self._path.spare)
+        shapes = [*beside, *(self._shapes if self.page is None else ())]
+        check_memory(shapes, batch, capacity, self._path.spare)
+        return shapes
 
     def _check_storage(self, weights: bool = True) -> None:
         mine, users = self.clone.parameters(), self.model.parameters()

@@ -173,7 +173,8 @@ def asked(body: Any, chat: bool, most: int, tokenizer: Any) -> dict[str, Any]:
             value != NEUTRAL[name] or isinstance(value, bool) != isinstance(NEUTRAL[name], bool)
         ):
             raise ValueError(f"{name} is {json.dumps(value)}: only {json.dumps(NEUTRAL[name])} is supported")
-    options = {name: value for name, value in body.get("stream_options", {}).items() if value is not None}
+    asked_for = body.get("stream_options", {})
+    options = {name: value for name, value in asked_for.items() if value is not None and value is not False}
     if "stream_options" in body and not body.get("stream"):
         raise ValueError("stream_options is given without stream: give it with stream: true")
     if options.keys() - {"include_usage"} or not isinstance(options.get("include_usage", False), bool):

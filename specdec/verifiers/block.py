@@ -6,6 +6,7 @@ Sun et al., "Block verification accelerates speculative decoding" (arXiv 2403.10
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +36,11 @@ class BlockVerification(Rejection):
 
     @property
     def info(self) -> VerifierInfo:
-        own = type(self).__call__ is BlockVerification.__call__  # another call gets no shortcut
-        return VerifierInfo("block verification", lossless=True, compares_tokens=own, siblings=())
+        own = (
+            type(self).__call__ is BlockVerification.__call__
+        )  # another call gets no shortcut, and may take trees
+        takes: Any = {"siblings": ()} if own else {}
+        return VerifierInfo("block verification", lossless=True, compares_tokens=own, **takes)
 
     def check(self, proposal: Proposal) -> None:
         super().check(proposal)

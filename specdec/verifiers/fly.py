@@ -7,6 +7,7 @@ tokens are tested as in vllm#53987.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,8 +51,9 @@ class FLy(Rejection):
 
     @property
     def info(self) -> VerifierInfo:
-        own = type(self).__call__ is FLy.__call__  # another call gets no shortcut
-        return VerifierInfo("FLy (lossy)", compares_tokens=own, siblings=())
+        own = type(self).__call__ is FLy.__call__  # another call gets no shortcut, and may take trees
+        takes: Any = {"siblings": ()} if own else {}
+        return VerifierInfo("FLy (lossy)", compares_tokens=own, **takes)
 
     def check(self, proposal: Proposal) -> None:
         super().check(proposal)

@@ -257,7 +257,7 @@ class Head:
         own, sampling = rng.select(rows) if some else rng, self.sampling or Sampling()
         with by_kernels(model.kernels is not None):
             made = self.tree.grow(model, at, memo, given, text, mine, sampling, own)
-        if self.tree.trees and made.probs is None:
+        if made.probs is None and not isinstance(self.tree, Chain):
             made = permitted(sampling.grammar, text, made)
         return (made.spread(rows, context.batch) if some else made), at.ring
 

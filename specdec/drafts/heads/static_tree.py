@@ -33,7 +33,11 @@ class StaticTree:
     """
 
     paths: tuple[tuple[int, ...], ...]
-    trees = True
+
+    @property
+    def trees(self) -> bool:
+        """Whether it is more than a chain."""
+        return len(self.paths) > max(map(len, self.paths))
 
     def __post_init__(self) -> None:
         try:
