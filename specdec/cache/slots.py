@@ -60,12 +60,11 @@ class Slots(KVStore):
         self._places = list(kinds.values())
         with torch.inference_mode(False):
             # Zeros, not empty: batched attention reads unused slots with weight 0, and 0 * NaN is NaN.
-            self._blocks = [
-                float8.bits(zeros(len(at), batch, heads, slots, size, dtype=dtype, device=device)).transpose(
-                    2, 3
-                )
+            made = [
+                zeros(len(at), batch, heads, slots, size, dtype=dtype, device=device)
                 for (heads, size, dtype, device), at in kinds.items()
             ]
+            self._blocks = [float8.bits(block).transpose(2, 3) for block in made]
         self._whole = self._blocks  # all rows, including those that left
         self._view()
 

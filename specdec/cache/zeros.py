@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LARGE = 2**20  # bytes
-PAGE = 4096  # the least that the system fills at once
+LARGE = 2**20  # bytes; smaller memory is written at once
+PAGE = 4096  # bytes, of the smallest page
 
 
 def zeros(*shape: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """As ``torch.zeros``. On the CPU the system itself fills large memory, in huge pages where it has them, since NumPy asks for these: both ways of filling
-    are several times as fast. All of it is taken now, so that memory that is short is noticed here, and not when texts have grown.
+    """As ``torch.zeros``. On the CPU, large memory is not written but taken from the system, which gives it out as zeros. NumPy asks for huge pages, which are
+    taken and read faster. One byte of each page is written, so that all memory is taken now, and a lack of it does not show later, in the middle of a run.
 
     Raises:
         MemoryError: there is no memory for it on the CPU.

@@ -36,9 +36,8 @@ class BlockVerification(Rejection):
 
     @property
     def info(self) -> VerifierInfo:
-        own = (
-            type(self).__call__ is BlockVerification.__call__
-        )  # another call gets no shortcut, and may take trees
+        # Another call gets no shortcut, and may take trees.
+        own = type(self).__call__ is BlockVerification.__call__
         takes: Any = {"siblings": ()} if own else {}
         return VerifierInfo("block verification", lossless=True, compares_tokens=own, **takes)
 

@@ -51,7 +51,8 @@ class FLy(Rejection):
 
     @property
     def info(self) -> VerifierInfo:
-        own = type(self).__call__ is FLy.__call__  # another call gets no shortcut, and may take trees
+        # Another call gets no shortcut, and may take trees.
+        own = type(self).__call__ is FLy.__call__
         takes: Any = {"siblings": ()} if own else {}
         return VerifierInfo("FLy (lossy)", compares_tokens=own, **takes)
 
