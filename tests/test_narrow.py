@@ -80,17 +80,57 @@ def test_without_matrix_units_products_are_the_same_to_the_bit(tmp_path):
     )
     lib = ctypes.CDLL(str(made))
     lib.linear.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2
-    lib.narrow.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2
+    lib.narrow.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2 + [ctypes.c_void_p]
     for O, E in ((48, 96), (16, 2080)):
         w, x, bias = numbers(O, E).bfloat16().float(), numbers(20, E, seed=1), numbers(O, seed=2)
-        small = torch.empty(O, E, dtype=torch.bfloat16)
-        assert lib.narrow(w.data_ptr(), small.data_ptr(), O, E) == 0
+        small, seen = torch.empty(O, E, dtype=torch.bfloat16), ctypes.c_uint64()
+        assert lib.narrow(w.data_ptr(), small.data_ptr(), O, E, ctypes.byref(seen)) == 0
         assert torch.equal(small.float(), w)
         for T in (1, 6, 7, 20):
             outs = [torch.empty(T, O), torch.empty(T, O)]
             for out, weight, kind in zip(outs, (w, small), (0, 2)):
                 lib.linear(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), out.data_ptr(), T, O, E, kind, 1)
             assert torch.equal(*outs)
+
+
+def test_every_changed_bit_is_noticed():
+    weight = numbers(16, 64).bfloat16().float()
+    narrow = Narrow([weight])
+    copy = narrow._copies[id(weight)]
+    seen = {copy.seen.value}
+    bits = weight.view(torch.int32).view(-1)
+    for i in range(bits.numel()):
+        for change in (1 << 16, 1 << 22, -(1 << 31)):  # the last bit of bfloat16, one in the middle, the sign
+            bits[i] ^= change
+            assert narrow.refresh()
+            seen.add(copy.seen.value)
+            bits[i] ^= change
+    assert len(seen) == 1 + 3 * bits.numel()
+    assert narrow.refresh()
+    assert copy.seen.value in seen
+    first, second = weight[0].clone(), weight[1].clone()  # a permutation is a change
+    weight[0], weight[1] = second, first
+    assert narrow.refresh()
+    assert copy.seen.value not in seen
+
+
+def test_what_has_not_changed_is_not_copied():
+    weight = numbers(16, 64).bfloat16().float()
+    narrow = Narrow([weight])
+    narrow[weight].zero_()
+    assert narrow.refresh()
+    assert not narrow[weight].any()
+
+
+def test_numbers_that_are_lost_are_found_again():
+    weight = numbers(16, 64).bfloat16().float()
+    narrow = Narrow([weight])
+    weight[3, 4] = 1 + 2**-20
+    assert not narrow.refresh()
+    assert not narrow.refresh()
+    weight[3, 4] = 1
+    assert narrow.refresh()
+    assert 1 in narrow[weight]
 
 
 def test_what_is_not_finite_stays_so():

@@ -18,7 +18,7 @@ from specdec.cache.contiguous import free_bytes
 from specdec.cache.contract import KVStore
 from specdec.cache.slots import KVShape, Slots
 from specdec.cache.token_index import Row, TokenIndex
-from specdec.cache.zeros import zeros
+from specdec.kernels.allocation import zeros
 from specdec.kernels.native.blocks import Buffers
 from specdec.types import Context, Verdict
 

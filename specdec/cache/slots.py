@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from specdec.cache.contract import KVStore
-from specdec.cache.zeros import zeros
 from specdec.kernels import float8
+from specdec.kernels.allocation import zeros
 from specdec.kernels.device import to_device
 from specdec.kernels.native import library
 from specdec.kernels.native.blocks import Buffers, buffers
