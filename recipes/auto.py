@@ -2,8 +2,8 @@
 
     python recipes/auto.py --json docs/results/auto.json
 
-It measures its drafts on prompts of validation packages, and is then compared on test prompts: all decoders in turn, fresh prompts and seeds in every
-repeat. The seconds of a run are all of it without the target's reading of the prompts (as plain decoding has it in the same repeat), so what drafts
+It measures its drafts on prompts of validation packages, and is then compared on test prompts: all decoders in turn, in another order and with fresh
+prompts and seeds in every repeat. The seconds of a run are all of it without the target's reading of the prompts (as plain decoding has it in the same repeat), so what drafts
 read counts. Rows `method, temperature, batch, tokens_per_second, ratio, ratio_low, ratio_high`: speed over plain decoding's, the geometric mean over
 repeats with a 95 % bootstrap interval over them (an arithmetic mean of ratios is above 1 for two equal noisy things); `speeds`: tokens a second of
 each repeat; `plain_share`: of rounds, counted by rows. `plain again` is plain decoding a second time: how far its ratio is from 1 is noise. Rows of part `hindsight` have
@@ -22,6 +22,7 @@ import numpy as np
 
 import specdec as sd
 from specdec import zoo
+from specdec.lab.clock import shuffled
 from specdec.lab.console import progress, table
 from specdec.lab.options import option, parse
 from specdec.lab.paired import mean_interval
@@ -107,14 +108,12 @@ def compared(
     seconds: dict[str, list[float]] = {name: [] for name in decoders}
     taus: dict[str, list[float]] = {name: [] for name in decoders}
     plainly: list[float] = []  # of ``auto``
-    order = list(decoders)
     for repeat in range(-1, s.repeats):
         some = [prompts[(max(repeat, 0) * batch + i) % len(prompts)] for i in range(batch)]
         seeds = [s.seed + 10_000 + 1000 * repeat + i for i in range(batch)]
-        turn = repeat % len(order)
         reading = 0.0
         spent = {}
-        for name in order[turn:] + order[:turn]:
+        for name in shuffled(decoders, repeat):
             progress(
                 f"temperature {temperature:g}, batch {batch}, repeat {repeat + 1} of {s.repeats}: {name}"
             )

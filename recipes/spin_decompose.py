@@ -27,7 +27,7 @@ import specdec as sd
 from specdec import zoo
 from specdec.kernels.attention import AttentionPlan, Fragments, attention, decompose, fit
 from specdec.lab import plots
-from specdec.lab.clock import seconds
+from specdec.lab.clock import seconds, shuffled
 from specdec.lab.console import table
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Plotted
@@ -138,7 +138,7 @@ def measure(
     part: dict[str, list[float]] = {m: [] for m in METHODS}
     equal: list[float] = []
     for turn in range(s.repeats):
-        for m in METHODS[turn % 3 :] + METHODS[: turn % 3]:  # the first method rotates
+        for m in shuffled(METHODS, turn):
             whole[m].append(seconds(passes[m]))
             part[m].append(seconds(lambda m=m: alone(m)))
         equal.append(seconds(lambda: alone("decomposed", FRAGMENT)))

@@ -48,6 +48,7 @@ from specdec.kernels.attention import fit
 from specdec.lab import console, plots
 from specdec.lab.arm_times import ARMS, POOL, charges, half_way, load_pool, measured
 from specdec.lab.arms import PoolRun, goodput, pool_run
+from specdec.lab.clock import shuffled
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Plotted
 from specdec.lab.workload import ByDomain, Workload, temperatures, workload
@@ -287,8 +288,7 @@ def compare(parts: Parts, works: list[Workload], fixed: list[str], taught: Any, 
         plans = [
             (p, *plan) for p in parts.places for plan in parts.plans(p, fixed, batch, planned[p]).items()
         ]
-        start = turn * 5 % len(plans)
-        for place, name, make in plans[start:] + plans[:start]:
+        for place, name, make in shuffled(plans, turn):
             console.progress(f"workload {turn} of {s.repeats}: {name}, {place.attention}/{place.cores}")
             decoder = make()
             torch.set_num_threads(1 if name == "spin" else place.cores)

@@ -26,6 +26,7 @@ import specdec as sd
 from specdec import zoo
 from specdec.executors import Pipelined, Serial, Timeline, tune
 from specdec.lab.arms import pool_run
+from specdec.lab.clock import shuffled
 from specdec.lab.console import progress, short_errors, table
 from specdec.lab.options import option, parse
 from specdec.lab.pipeline import PipelineComparison
@@ -124,7 +125,7 @@ def searched(s: Settings, name: str, decoder: Any, rows: list[list[int]]) -> lis
     counts = range(1, min(s.most, batch) + 1)
     runs: dict[int, list[float]] = {m: [] for m in counts}
     for turn in range(s.repeats + 1):
-        for m in counts:
+        for m in shuffled(counts, turn):
             executor = Serial() if m == 1 else replace(how, micro_batches=m)
             run = pool_run(replace(decoder, executor=executor), rows, s.tokens, s.seed + turn)
             runs[m] += [run.goodput] if turn else []

@@ -20,6 +20,7 @@ from specdec import zoo
 from specdec.data.corpus import DOMAINS
 from specdec.data.prompts import prompts
 from specdec.lab.arm_times import POOL
+from specdec.lab.clock import shuffled
 from specdec.lab.console import table
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Recipe
@@ -44,7 +45,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
     runs: dict[tuple[str, str], list[Any]] = {}
     for repeat in range(s.repeats + 1):  # the first is a warm-up
         for domain in DOMAINS:
-            for name, decoder in decoders.items():
+            for name, decoder in shuffled(decoders.items(), repeat):
                 out = decoder.generate(texts[domain], s.tokens, seed=s.seed + repeat, eos_token_id=())
                 if repeat:
                     runs.setdefault((name, domain), []).append(out)

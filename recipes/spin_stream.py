@@ -39,6 +39,7 @@ from spin_end_to_end import Settings as EndToEnd
 import specdec as sd
 from specdec.lab import console
 from specdec.lab.arms import PoolRun, goodput
+from specdec.lab.clock import shuffled
 from specdec.lab.options import option, parse
 from specdec.lab.workload import Workload, temperatures
 from specdec.serving import ByKind
@@ -163,8 +164,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
         names = {"best_fixed": f"fixed:{best}"}
         plans = [(name, order) for name in s.configurations for order in ADMISSIONS]
         for turn, work in enumerate(works):
-            start = turn * 3 % len(plans)
-            for name, order in plans[start:] + plans[:start]:
+            for name, order in shuffled(plans, turn):
                 console.progress(f"stream {turn + 1} of {s.repeats}: {name}, {order}")
                 run = streams.play(names.get(name, name), order, work, s.seed + turn)
                 runs.setdefault((name, order), []).append(run)

@@ -25,6 +25,7 @@ import specdec as sd
 from specdec import zoo
 from specdec.data.prompts import prompts
 from specdec.executors import Pipelined, Serial, Timeline
+from specdec.lab.clock import shuffled
 from specdec.lab.console import table
 from specdec.lab.options import option, parse
 from specdec.lab.recipe import Recipe
@@ -94,7 +95,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
     for repeat in range(s.repeats + 1):  # the first is a warm-up
         for context in s.contexts:
             texts = prompts("prose", s.batch, context, target.tokenizer)
-            for executor, prepared in WAYS:
+            for executor, prepared in shuffled(WAYS, repeat):
                 base = (
                     sd.decoder(target).pool(drafts, Scripted(s.switch, prepared), s.k).verifier(sd.Coupled())
                 )

@@ -21,6 +21,7 @@ from specdec.drafts import Model, NGram
 from specdec.drafts.spire.load import is_spire
 from specdec.drafts.stateless import Stateless
 from specdec.lab.auto_runs import reading
+from specdec.lab.clock import shuffled
 from specdec.lab.pipeline import for_some, spread, timed, waited
 from specdec.lab.selection import RoundTimes
 from specdec.models.hf import HFModel
@@ -154,7 +155,7 @@ def _rounds(
     runs: dict[Any, dict[int, list[_Round]]] = {}
     reads: dict[Any, list[float]] = {}
     for turn in range(repeats + 1):
-        for name, sized in by_size.items():
+        for name, sized in shuffled(by_size.items(), turn):
             for size, decoder in sized.items():
                 parts = timed(decoder, spread(prompts, size), rounds, 1, seed + turn)[1]
                 if turn:
@@ -212,7 +213,7 @@ def several(
     decoders = {plan: base.pool(arms, _Given(by), stacked=True).build() for plan, by in plans.items()}
     found: dict[str, list[float]] = {plan: [] for plan in plans}
     for turn in range(repeats + 1):
-        for plan, decoder in decoders.items():
+        for plan, decoder in shuffled(decoders.items(), turn):
             parts = timed(decoder, prompts, rounds, 1, seed + turn)[1]
             for before, here in pairwise(parts) if turn else ():
                 spent, verify = times.round(
@@ -269,7 +270,7 @@ def charges(
     decoders = {name: whole[name] for name in ("", *drafted)}
     runs: dict[str, list[tuple[float, float]]] = {}
     for turn in range(repeats + 1):
-        for name, decoder in decoders.items():
+        for name, decoder in shuffled(decoders.items(), turn):
             seconds, found = timed(decoder, prompts, rounds, 1, seed + turn)
             if turn:
                 tokens = sum(part.drafted for part in found) / len(found)

@@ -18,6 +18,7 @@ from specdec.cost.rounds import RoundTable
 from specdec.decoder import Decoder
 from specdec.executors.serial import Serial
 from specdec.lab.auto_runs import DecoderRuns, drained, each, estimates, of_kind, reading
+from specdec.lab.clock import shuffled
 from specdec.lab.console import Framed, progress, table
 from specdec.parts import as_draft
 from specdec.prompts import Prompts, rows_of
@@ -155,7 +156,7 @@ def auto(
     for batch in sizes:
         for repeat in range(-1, repeats):
             turn = range(done, done + batch)
-            for name, run in runs.items():
+            for name, run in shuffled(runs.items(), repeat):
                 progress(f"{name}, batch {batch}, repeat {repeat + 1} of {repeats}")
                 run.measure(
                     [ids[i % len(ids)] for i in turn],

@@ -20,7 +20,7 @@ from time import perf_counter
 from specdec.lab.bare import timed_steps
 from specdec.lab.calibrated import Bare, Calibrated, fit
 from specdec.lab.captured import captured
-from specdec.lab.clock import middle
+from specdec.lab.clock import middle, shuffled
 from specdec.lab.console import progress
 from specdec.lab.grid_constants import constants
 from specdec.lab.grid_rows import K, Point, Row, grid_rows
@@ -223,7 +223,7 @@ class Grid:
         began, turn = perf_counter(), 0
         while turn < repeats or (turn < most // V and perf_counter() - began < least):
             turn += 1
-            for case, some in zip(cases, runs):
+            for case, some in shuffled(zip(cases, runs), turn):
                 progress(f"{case.method}, k = {case.k} ({turn})")
                 some.append(replace(self.run(case, groups, visit * most + turn), visit=visit))
         return [replace(case, runs=case.runs + some) for case, some in zip(cases, runs)]

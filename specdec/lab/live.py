@@ -15,7 +15,7 @@ from specdec.capabilities import DraftInfo
 from specdec.decoder import Decoder
 from specdec.generation import Generation
 from specdec.lab import plots
-from specdec.lab.clock import sync
+from specdec.lab.clock import shuffled, sync
 from specdec.lab.comparing import lossy
 from specdec.lab.console import Framed, progress, table
 from specdec.lab.paired import mean_interval
@@ -103,7 +103,7 @@ def compare(
 ) -> Live:
     """Decode the same prompts with every decoder and say which is fastest at which batch.
 
-    The decoders run in turn, so that a slow moment of the machine affects all alike. Each repeat takes the next prompts and fresh seeds, the same for
+    The decoders run in turn, in another order each time, so that a slow moment of the machine affects all alike. Each repeat takes the next prompts and fresh seeds, the same for
     all; a first run of each, which compiles and warms up, is not counted. Speed is decoded tokens over the seconds of all rounds but the prefill.
     Speeds and ratios are geometric means, and ratios are paired by repeat. Their interval is a 95 % bootstrap over the repeats; of fewer than 5 it is their range, and one repeat has none, and
     shows no winner. It covers the noise of the machine and of the prompts drawn, and prompts that are reused count again. ``lab.decide`` computes τ
@@ -173,7 +173,7 @@ def _at(
     """The rows of one batch size."""
     runs: dict[str, list[Generation]] = {name: [] for name in built}
     for repeat in range(-1, repeats):
-        for name, one in built.items():
+        for name, one in shuffled(built.items(), repeat):
             progress(f"{name}, batch {batch}, repeat {repeat + 1} of {repeats}")
             first = max(repeat, 0) * batch
             some = [ids[name][(first + i) % len(ids[name])] for i in range(batch)]

@@ -16,6 +16,7 @@ from specdec.arguments import at_least
 from specdec.cost.pipeline import TimeModel
 from specdec.decoder import Decoder
 from specdec.executors import Pipelined, Serial
+from specdec.lab.clock import shuffled
 from specdec.types import Round
 
 
@@ -97,8 +98,7 @@ class PipelineComparison:
             for size in sizes:
                 found = timed(alone[size], spread(prompts, size), self.rounds // 2, 1, self.seed + turn)[1]
                 samples += found if turn else []
-            order = list(modes.items())
-            for mode, executor in order[turn % len(order) :] + order[: turn % len(order)]:
+            for mode, executor in shuffled(modes.items(), turn):
                 made = replace(decoder, executor=executor)
                 seconds, found = timed(made, prompts, self.rounds, mode.micro_batches, self.seed + turn)
                 if turn:

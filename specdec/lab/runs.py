@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from specdec.decoder import Decoder
+from specdec.lab.clock import shuffled
 from specdec.lab.peak import Peak
 from specdec.types import Round
 
@@ -122,7 +123,7 @@ def interleave(cases: Sequence[Case], repeats: int, tell: Callable[[str], None])
         tell: called with a line that names the next run.
     """
     for r in range(repeats):
-        for case in cases:
+        for case in shuffled(cases, r):
             tell(f"{case.engine} {case.method} batch {case.batch} T={case.temperature:g} ({r + 1}/{repeats})")
             with Peak() as peak:
                 sample = case.run()

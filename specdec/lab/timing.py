@@ -14,7 +14,7 @@ from specdec.arguments import at_least, counts
 from specdec.builder import Builder
 from specdec.decoder import Decoder
 from specdec.lab import plots
-from specdec.lab.clock import middle, sync
+from specdec.lab.clock import middle, shuffled, sync
 from specdec.lab.console import Framed, progress, table
 from specdec.prompts import Prompts, rows_of
 from specdec.types import Round
@@ -126,7 +126,7 @@ def time(
         for batch in sizes:
             rows = [long[i % len(long)] for i in range(batch)]
             for repeat in range(-1, repeats):
-                for name, decoder in named:
+                for name, decoder in shuffled(named, repeat):
                     progress(
                         f"{name} k = {decoder.length}, batch {batch}, context {context}, repeat {repeat + 1} of {repeats}"
                     )

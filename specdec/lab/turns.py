@@ -14,6 +14,7 @@ from specdec.audit.rounds import Efficiency
 from specdec.builder import decoder
 from specdec.capabilities import DraftInfo
 from specdec.decoder import Decoder
+from specdec.lab.clock import shuffled
 from specdec.lab.contenders import Way
 from specdec.lab.grid import promising
 from specdec.lab.multipliers import Taus
@@ -116,7 +117,7 @@ class Turns:
         groups = self.groups(batch)
         made = [Measured(case.label, case.k, []) for case in cases]
         for turn in range(repeats + 1):
-            for case, measured in zip(cases, made):
+            for case, measured in shuffled(zip(cases, made), turn):
                 tell(f"{case.label}, k = {case.k}, batch {batch}, turn {turn} of {repeats}")
                 count = self.new_tokens if turn else max(1, self.new_tokens // 4)
                 run = steady(self.decoder(case), groups, count, turn=turn)
