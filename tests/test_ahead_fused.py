@@ -35,7 +35,7 @@ def small_blocks(interpreted, monkeypatch):  # noqa: F811
     monkeypatch.setattr(fused, "chosen", lambda *_: "triton")
     monkeypatch.setattr("specdec.verifiers.fused.chosen", lambda *_: "triton")
     monkeypatch.setattr(fused, "BLOCK", 32)
-    monkeypatch.setattr(fused, "STEPS", 2)
+    monkeypatch.setattr(fused, "PART", 64)
 
 
 @pytest.fixture(params=["reference", "triton"])

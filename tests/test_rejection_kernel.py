@@ -310,7 +310,7 @@ def test_interpreted_kernels_decide_as_rejection_does(kind, temperature, monkeyp
     import specdec.kernels.rejection.fused as fused
 
     monkeypatch.setattr(fused, "BLOCK", 32)
-    monkeypatch.setattr(fused, "STEPS", 2)
+    monkeypatch.setattr(fused, "PART", 64)
     shapes = [(3, 3, 70, F32), (2, 0, 64, F32), (2, 4, 100, BF16), (2, 1, 31, F16)]
     for seed, (B, N, V, dtype) in enumerate(shapes):
         agrees("triton", B, N, V, dtype, seed, 0.3 * (seed % 2), kind, temperature)
@@ -406,8 +406,8 @@ COMPILE = """
     for arch in (80, 90):
         for logits in ("bf16", "fp32"):
             for greedy in (False, True):
-                one(k.mass_kernel, arch, logits, 8, EXTRA=1, HOT=not greedy, GREEDY=greedy, STEPS=4, BLOCK=2048)
-        one(k.mass_kernel, arch, "fp16", 8, EXTRA=1, HOT=True, GREEDY=False, STEPS=4, BLOCK=2048, R=1, splits=1)
+                one(k.mass_kernel, arch, logits, 8, EXTRA=1, HOT=not greedy, GREEDY=greedy, PART=8192)
+        one(k.mass_kernel, arch, "fp16", 8, EXTRA=1, HOT=True, GREEDY=False, PART=8192, R=1, splits=1)
         one(k.greedy_kernel, arch, "bf16", 4, NODES=8, SPLITS=32)
         for kind in (0, 1, 2):
             one(k.accept_kernel, arch, "bf16", 4, NODES=8, SPLITS=32, KIND=kind, HOT=True)

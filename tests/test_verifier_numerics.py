@@ -38,7 +38,7 @@ def backend(request, monkeypatch):
         import specdec.kernels.rejection.fused as fused
 
         monkeypatch.setattr(fused, "BLOCK", 16)
-        monkeypatch.setattr(fused, "STEPS", 2)
+        monkeypatch.setattr(fused, "PART", 32)
     return request.param
 
 

@@ -141,12 +141,13 @@ def attend_kernel(
     h = tl.program_id(1).to(tl.int64)
     c = tl.program_id(2)
 
+    # All loads come before the branch, which would wait for some of them.
     t0 = tl.load(Starts + r)
     count = tl.load(Starts + r + 1) - t0
+    n = tl.load(Length + r)
+    root = tl.load(Root + r)
+    row = tl.load(Rows + r).to(tl.int64)
     if tile * BM < count * G:
-        n = tl.load(Length + r)
-        root = tl.load(Root + r)
-        row = tl.load(Rows + r).to(tl.int64)
         first = n - count
 
         m = tile * BM + tl.arange(0, BM)
@@ -356,8 +357,8 @@ def merge_kernel(
     for _ in loop(0, F, 1, loop_unroll_factor=4):
         lse = tl.load(PartLse).to(tl.float32) * unit
         share = tl.exp2(lse - top)
-        there = (d < DV) & (tl.zeros([BDV], tl.float32) + lse != float("-inf"))  # 0 * NaN would be NaN
-        part = tl.load(Parts + d, mask=there, other=0.0).to(tl.float32)
+        part = tl.load(Parts + d, mask=d < DV, other=0.0).to(tl.float32)  # does not wait for lse
+        part = tl.where(lse == float("-inf"), 0.0, part)  # it was not written, and 0 * NaN would be NaN
         acc = tl.fma(part, tl.zeros([BDV], tl.float32) + share, acc)
         total += share
         Parts += p_f

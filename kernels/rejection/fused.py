@@ -20,8 +20,8 @@ from specdec.kernels.rejection.arguments import check_numbers, check_shapes
 from specdec.kernels.rejection.reference import Decision, check, decide
 
 BACKENDS = ("reference", "triton")
-BLOCK = 2048  # tokens of one load
-STEPS = 4  # loads of one program in the pass over all rows
+BLOCK = 2048  # tokens of one program in the passes over one row
+PART = 8192  # and in the pass over all rows
 _HALVES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -165,7 +165,7 @@ def _triton(
     logits = _rows(logits)
     tokens, size, accept_u, bonus_u = (t.contiguous() for t in (tokens, size, accept_u, bonus_u))
     hot, divisor = temperature not in (0, 1), float(temperature or 1)
-    splits = -(-V // (BLOCK * STEPS))
+    splits = -(-V // PART)
     split_pad = 1 << (splits - 1).bit_length()
     node_pad = 1 << (R - 1).bit_length()
 
@@ -177,7 +177,7 @@ def _triton(
         if shape[0]:
             kernels.mass_kernel[shape](
                 x, size, top, total, place, V, x.shape[1], x.stride(0), x.stride(1), splits, divisor,
-                EXTRA=extra, HOT=hot, GREEDY=temperature == 0, STEPS=STEPS, BLOCK=BLOCK, num_warps=8,
+                EXTRA=extra, HOT=hot, GREEDY=temperature == 0, PART=PART, num_warps=8,
             )  # fmt: skip
         return top, total, place
 

@@ -21,29 +21,21 @@ def tempered(x, divisor, HOT: tl.constexpr):
 @triton.jit
 def mass_kernel(
     X, SIZE, TOP, TOTAL, PLACE, V, R, sb, sr, splits, divisor,
-    EXTRA: tl.constexpr, HOT: tl.constexpr, GREEDY: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    EXTRA: tl.constexpr, HOT: tl.constexpr, GREEDY: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """The largest value and the mass of part ``s`` of a row, STEPS blocks, if the row is one of the first ``size + EXTRA``."""
+    """The largest value and the mass of part ``s`` of a row, if the row is one of the first ``size + EXTRA``. All loads of a part come before its sums,
+    because a load after one would wait for it."""
     row, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, n = row // R, row % R
     if n < tl.load(SIZE + b) + EXTRA:
-        lane = tl.arange(0, BLOCK)
-        top, total, place = float("-inf"), 0.0, 0
-        for step in range(STEPS):
-            v = (s * STEPS + step) * BLOCK + lane
-            x = tempered(tl.load(X + b * sb + n * sr + v, mask=v < V, other=float("-inf")), divisor, HOT)
-            here = tl.max(x, 0)
-            if GREEDY:
-                first = tl.min(tl.where(x == here, v, 2147483647), 0)
-                place = tl.where(here > top, first, place)
-            larger = tl.maximum(top, here)
-            finite = tl.where(larger == float("-inf"), 0.0, larger)
-            total = total * tl.exp(top - finite) + tl.sum(tl.exp(x - finite), 0)
-            top = larger
+        v = s * PART + tl.arange(0, PART)
+        x = tempered(tl.load(X + b * sb + n * sr + v, mask=v < V, other=float("-inf")), divisor, HOT)
+        top = tl.max(x, 0)
+        finite = tl.where(top == float("-inf"), 0.0, top)
         tl.store(TOP + row * splits + s, top)
-        tl.store(TOTAL + row * splits + s, total)
+        tl.store(TOTAL + row * splits + s, tl.sum(tl.exp(x - finite), 0))
         if GREEDY:
-            tl.store(PLACE + row * splits + s, place)
+            tl.store(PLACE + row * splits + s, tl.min(tl.where(x == top, v, 2147483647), 0))
 
 
 @triton.jit

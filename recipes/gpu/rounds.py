@@ -43,7 +43,7 @@ def decoders(stage: Stage) -> dict[str, sd.Decoder]:
     return {
         # Those of the bars come first.
         PLAIN: plain.greedy().build(),
-        "a draft, prescribed": drafted.verifier(Synthetic(ACCEPTANCE)).build(),
+        "a draft, prescribed": drafted.greedy().verifier(Synthetic(ACCEPTANCE)).build(),
         "plain, sampled, ahead": plain.executor(Ahead()).build(),
         "a draft, sampled, ahead": drafted.executor(Ahead()).build(),
         "a draft, greedy": drafted.greedy().build(),
@@ -68,11 +68,23 @@ def run(stage: Stage) -> None:
         return
     shape = Shape.of(made[PLAIN].target.model.config)
     small = Shape.of(made["a draft, greedy"].draft.model.model.config)
-    for batch, context in TOY_POINTS if stage.toy else POINTS:
-        ids, speed, wrong = prompts(stage, batch, context), dict[str, float](), dict[str, dict[str, object]]()
+    points, barred = (TOY_POINTS, TOY_POINTS) if stage.toy else (POINTS, BARS)
+    names, first = list(made), list(made)[:4]  # those of the bars
+    plans = [(point, first) for point in barred]
+    plans += [
+        (point, [name for name in names if not (point in barred and name in first)]) for point in points
+    ]
+    speed, wrong = (
+        dict[tuple[str, tuple[int, int]], float](),
+        dict[tuple[str, tuple[int, int]], dict[str, object]](),
+    )
+    for point, some in plans:
+        batch, context = point
         if not stage.room(f"{batch} x {context}", 2.5 * shape.kv_values(1) * 2 * batch * (context + 256)):
             continue
-        for name, decoder in made.items():
+        ids = prompts(stage, batch, context)
+        for name in some:
+            decoder = made[name]
             case, beyond = f"a round, {name}, {batch} x {context}", batch * context > LIMIT
             if (beyond and name.endswith("ahead")) or stage.late(case, 0.0 if stage.toy else 4.0):
                 continue
@@ -81,18 +93,18 @@ def run(stage: Stage) -> None:
                 drafted = name.startswith("a draft")
                 least = lowest(stage, shape, small if drafted else None, batch, context)
                 tokens = Synthetic(ACCEPTANCE).tau(K) if drafted else 1.0
-                speed[name] = tokens * batch / seconds
+                speed[name, point] = tokens * batch / seconds
                 more = stopped(decoder.target) | (stopped(decoder.draft.model) if drafted else {})
-                wrong[name] = more
+                wrong[name, point] = more
                 stage.row(
-                    case, seconds, least, tokens_per_second=speed[name], rounds=rounds, **merged(decoder.target),
-                    **{"note": f"{speed[name]:.0f} tokens a second at {tokens:.2f} a round"} | more,
+                    case, seconds, least, tokens_per_second=speed[name, point], rounds=rounds, **merged(decoder.target),
+                    **{"note": f"{speed[name, point]:.0f} tokens a second at {tokens:.2f} a round"} | more,
                 )  # fmt: skip
-        for name in speed:
-            plain = name.replace("a draft", "plain").replace("prescribed", "greedy")
-            if not name.startswith("a draft") or plain not in speed:
+        for name in some:
+            plain, here = name.replace("a draft", "plain").replace("prescribed", "greedy"), (name, point)
+            if not name.startswith("a draft") or here not in speed or (plain, point) not in speed:
                 continue
-            over, tokens = speed[name] / speed[plain], Synthetic(ACCEPTANCE).tau(K)
+            over, tokens = speed[here] / speed[plain, point], Synthetic(ACCEPTANCE).tau(K)
             promised = (
                 tokens
                 * lowest(stage, shape, None, batch, context)
@@ -102,7 +114,7 @@ def run(stage: Stage) -> None:
             note = f"{over:.2f} at an acceptance of {ACCEPTANCE:g}, and {promised:.2f} if every forward took its floor"
             stage.row(
                 f"{name}, {batch} x {context}, over {plain}", ratio=over, promised=promised, promised_share=over / promised,
-                **{"note": note} | wrong[plain] | wrong[name] | ({} if bar is None else {"bar": bar}),
+                **{"note": note} | wrong[plain, point] | wrong[here] | ({} if bar is None else {"bar": bar}),
             )  # fmt: skip
 
 

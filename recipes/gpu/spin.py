@@ -74,7 +74,7 @@ def pipeline(stage: Stage) -> None:
         return
     graphs = "eager" if stage.device.type == "cpu" else True
     target, small_one = (sd.HFModel(m, prefill_chunk=8192, graphs=graphs) for m in (model, draft))
-    # Greedy: of random weights almost nothing is accepted, so all rounds have one shape, and none is captured while rounds are timed.
+    # Greedy: of random weights almost nothing is accepted, so all rounds have one shape.
     decoder = sd.decoder(target).greedy().draft(small_one, 4).build()
     host = torch.Generator().manual_seed(stage.seed)
     for batch in (4,) if stage.toy else (16, 64):

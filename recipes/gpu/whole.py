@@ -23,6 +23,7 @@ from recipes.gpu.steps import COMPILED, EAGER, GRAPHS, config, llama, stopped, w
 from specdec.drafts.heads import DFlash, DSpark, Eagle3, PEagle
 from specdec.drafts.spire import SpireModel
 from specdec.executors import Ahead, Serial
+from specdec.lab.captured import captured
 from specdec.lab.errors import worst
 
 LENGTHS, TOY_LENGTHS = (700, 33, 256), (20, 3, 9)
@@ -191,6 +192,7 @@ def texts(stage: Stage) -> None:
             "the draft, prompts kept": small_keeping,
         }
         broken: set[str] = set()  # whose captures have failed; they begin anew
+        late = False  # whether the time was up before a case, of which a model may have run none then
         for name, draft in (
             ("plain", None),
             ("a model's chain", sd.drafts.Model(small)),
@@ -226,7 +228,10 @@ def texts(stage: Stage) -> None:
         ):
             ahead = name.endswith("whole rounds")
             case = f"greedy text, {name}, {'with' if how else 'without'} graphs"
-            if stage.late(case) or (ahead and not how):
+            if ahead and not how:
+                continue
+            if stage.late(case):
+                late = True
                 continue
             with stage.case(case, "texts"):
                 limits, keeps = ", a grammar" in name, ", prompts kept" in name
@@ -265,7 +270,9 @@ def texts(stage: Stage) -> None:
                     stage.row(f"captured steps of {name}, {case}", bar="texts", **stopped(one))
                     broken.add(name)
         for name, one in named.items():
-            if one.steps is not None and name not in broken:
+            if one.steps is not None and late and not captured(one):
+                stage.skip(f"captured steps of {name}", "not run: the time was up")
+            elif one.steps is not None and name not in broken:
                 why = stopped(one)
                 stage.row(f"captured steps of {name}", **why, **({"bar": "texts"} if why else {}))
                 one.steps.release()

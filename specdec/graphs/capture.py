@@ -95,11 +95,13 @@ class CudaGraphs:
         with _capturing, torch.cuda.device(self.device):
             current, aside = torch.cuda.current_stream(), _stream_of(torch.cuda.current_device())
             aside.wait_stream(current)
-            with torch.cuda.stream(aside):
-                for _ in range(self.warm_up):
-                    body()
-                watch(body)
-            current.wait_stream(aside)
+            try:
+                with torch.cuda.stream(aside):
+                    for _ in range(self.warm_up):
+                        body()
+                    watch(body)
+            finally:  # also if it is refused: what it reads may be freed then
+                current.wait_stream(aside)
             _make_room()
             with torch.cuda.stream(aside), _own_workspaces(), _uncollected():
                 made = self._capture(body)
