@@ -285,10 +285,12 @@ def compare(parts: Parts, works: list[Workload], fixed: list[str], taught: Any, 
         kept["pooled", place] = parts.pooled(batch, place.attention).begin(batch)
         kept["pooled", place].state = taught.state  # states are values, so this can be shared
     for turn, work in enumerate(works):
-        plans = [
-            (p, *plan) for p in parts.places for plan in parts.plans(p, fixed, batch, planned[p]).items()
+        plans = [  # those of a place one after another, because they are compared
+            (p, *plan)
+            for p in shuffled(parts.places, turn)
+            for plan in shuffled(parts.plans(p, fixed, batch, planned[p]).items(), turn)
         ]
-        for place, name, make in shuffled(plans, turn):
+        for place, name, make in plans:
             console.progress(f"workload {turn} of {s.repeats}: {name}, {place.attention}/{place.cores}")
             decoder = make()
             torch.set_num_threads(1 if name == "spin" else place.cores)

@@ -586,3 +586,14 @@ def test_marginal_seconds_are_a_difference_of_rounds():
     assert parallel.tolist() == pytest.approx([0.125, 0.125, (5.25 - 3.0) + 0.125])
     alone = rewards.marginal(torch.tensor([1]), fixed, per_row, 3.0, 0.125)
     assert alone.tolist() == pytest.approx([5.25 + 3.125])
+
+
+def test_a_fixed_choice_is_not_made_anew_while_the_rows_stay(monkeypatch):
+    asked = []
+    select = Fixed.select
+    monkeypatch.setattr(Fixed, "select", lambda self, *given: asked.append(1) or select(self, *given))
+    target = sd.TableModel.random(5, 1, seed=1)
+    arms = {"none": None, "draft": sd.Arm(sd.TableModel.random(5, 1, seed=2), 2)}
+    out = sd.decoder(target).pool(arms, Fixed(1)).build().generate([[0]], 40, seed=0)
+    assert out.stats.arms[1] == out.stats.rounds > 10
+    assert len(asked) == 1

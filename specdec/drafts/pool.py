@@ -214,15 +214,14 @@ class Pool:
 
         What a draft observes of a row must not depend on the arms of other rows.
         """
-        none = round
-        if round.proposal.nodes:
-            none = replace(round, proposal=Proposal.none(round.context.batch))
+
+        def own(proposal: Proposal | None) -> Round:
+            if proposal is round.proposal or (proposal is None and not round.proposal.nodes):
+                return round
+            return replace(round, proposal=proposal or Proposal.none(round.context.batch))
+
         states = tuple(
-            s
-            if isinstance(s, Unused)
-            else d.observe(
-                s, none if p is None else round if p is round.proposal else replace(round, proposal=p)
-            )
+            s if isinstance(s, Unused) else d.observe(s, own(p))
             for d, s, p in zip(self.drafts, state.states, state.proposals)
         )
         return state._replace(states=states, proposals=(None,) * len(states))

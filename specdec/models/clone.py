@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.configs import eos_ids, processors, runs_on, sampling
@@ -61,3 +62,18 @@ class Wrapper:
     def generation_sampling(self) -> dict[str, Any]:
         """Sampling settings of the generation config, where they differ from drawing from the softmax of the logits."""
         return sampling(self.model)
+
+
+def shares(clone: nn.Module, model: nn.Module) -> bool:
+    """Whether the parameters of a clone are still all those of the model."""
+    return _parameters(clone) == _parameters(model)
+
+
+def _parameters(module: nn.Module) -> list[int]:
+    """Ids of all parameters. ``Module.parameters`` takes several times as long, and each cache asks for them."""
+    waiting, found = [module], list[int]()
+    while waiting:
+        one = waiting.pop()
+        found += map(id, one._parameters.values())
+        waiting += [part for part in one._modules.values() if part is not None]
+    return found

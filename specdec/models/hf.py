@@ -28,7 +28,7 @@ from specdec.forward.runner import runner_for
 from specdec.forward.taps import listening
 from specdec.graphs.programs import Steps, steps_for
 from specdec.models.check import Graphs, Options, check_arguments, narrowed, self_check
-from specdec.models.clone import Wrapper, structural_clone
+from specdec.models.clone import Wrapper, shares, structural_clone
 from specdec.models.load import load, load_tokenizer
 from specdec.models.shared_prompts import reading
 from specdec.types import Context, Fed, Proposal, Scores
@@ -218,9 +218,8 @@ class HFModel(Wrapper):
         return shapes
 
     def _check_storage(self, weights: bool = True) -> None:
-        mine, users = self.clone.parameters(), self.model.parameters()
         where = self.clone.get_input_embeddings().weight
-        if [*map(id, mine)] != [*map(id, users)] or (where.dtype, where.device) != self._wrapped_as:
+        if not shares(self.clone, self.model) or (where.dtype, where.device) != self._wrapped_as:
             raise RuntimeError(
                 "the model was moved, cast or given other parameters after it was wrapped: make a new HFModel from it"
             )

@@ -13,14 +13,14 @@ from torch import Tensor
 from specdec.arguments import at_least, whole
 from specdec.capabilities import SelectorInfo
 from specdec.rng import Rng
-from specdec.selectors.fixed import Arms, Unlearning
+from specdec.selectors.fixed import Arms, Steady
 from specdec.selectors.matching import checked, within
 from specdec.selectors.statistics import at_least_one
 from specdec.types import Context
 
 
 @dataclass(frozen=True)
-class ByBatch(Unlearning):
+class ByBatch(Steady):
     """The same arm for all rows of a round, by how many rows a micro-batch has; serving engines call it a table of lengths by batch size.
 
     Verifying k + 1 tokens of a row costs little where a step only reads weights, and much where many rows keep the processor busy. ``lab.decide`` and

@@ -16,6 +16,9 @@ from specdec.selectors.statistics import at_least_one, seen
 from specdec.types import Context, Feedback
 
 
+HELD = 32  # rounds
+
+
 class Arms(NamedTuple):
     """The state of a selector that learns nothing: how many arms there are."""
 
@@ -33,8 +36,16 @@ class Unlearning:
         return state
 
 
+class Steady(Unlearning):
+    """Of these, selectors that choose the same for the same rows."""
+
+    def hold(self, state: Arms) -> int:
+        """How many more rounds the last choice stands."""
+        return HELD - 1
+
+
 @dataclass(frozen=True)
-class Fixed(Unlearning):
+class Fixed(Steady):
     """Arm ``arm`` for every row; rows beyond its capacity get the first arms with room.
 
     Raises:
