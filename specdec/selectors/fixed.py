@@ -15,7 +15,6 @@ from specdec.selectors.matching import checked, within
 from specdec.selectors.statistics import at_least_one, seen
 from specdec.types import Context, Feedback
 
-
 HELD = 32  # rounds
 
 
