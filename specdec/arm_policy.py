@@ -166,7 +166,8 @@ class ArmAssignment:
         self.on.update(zip(requests, chosen))
         choice = Choice(arm, prob, self.lengths[arm])
         if self.holds is not None:
-            self.held = _Held(context.request, choice, self.holds.hold(self.state))
+            rounds = self.holds.hold(self.state)
+            self.held = _Held(context.request, choice, rounds) if rounds else _Held()
         self.seconds += perf_counter() - began
         return choice
 
@@ -220,6 +221,7 @@ class ArmAssignment:
                 self._tell()
         if round.finished.numpy().any():
             self._tell()
+            self.held = _Held()  # of other rows, where there are micro-batches: these leave room
             gone = round.context.request[round.finished]
             for request in gone.tolist():
                 self.on.pop(request, None)

@@ -17,6 +17,7 @@ from specdec.rng import seeds
 from specdec.selectors import (
     EXP3,
     UCB1,
+    ByBatch,
     EpsilonGreedy,
     EXP3Spec,
     Fixed,
@@ -588,12 +589,44 @@ def test_marginal_seconds_are_a_difference_of_rounds():
     assert alone.tolist() == pytest.approx([5.25 + 3.125])
 
 
-def test_a_fixed_choice_is_not_made_anew_while_the_rows_stay(monkeypatch):
-    asked = []
-    select = Fixed.select
-    monkeypatch.setattr(Fixed, "select", lambda self, *given: asked.append(1) or select(self, *given))
+def asked_for(monkeypatch, selector, budgets):
+    """The rows of every choice that a pool's selector makes."""
+    asked, select = [], type(selector).select
+    monkeypatch.setattr(
+        type(selector), "select", lambda self, *given: asked.append(given[1].batch) or select(self, *given)
+    )
     target = sd.TableModel.random(5, 1, seed=1)
     arms = {"none": None, "draft": sd.Arm(sd.TableModel.random(5, 1, seed=2), 2)}
-    out = sd.decoder(target).pool(arms, Fixed(1)).build().generate([[0]], 40, seed=0)
-    assert out.stats.arms[1] == out.stats.rounds > 10
-    assert len(asked) == 1
+    out = sd.decoder(target).pool(arms, selector).build().generate([[0]] * len(budgets), budgets, seed=0)
+    assert [len(ids) for ids in out.ids] == budgets
+    assert out.stats.arms == {1: sum(row.rounds for row in out.row_stats)}
+    return asked, out
+
+
+@pytest.mark.parametrize("selector", [Fixed(1), ByBatch({1: 1})])
+def test_a_choice_by_the_rows_alone_stands_while_they_stay(selector, monkeypatch):
+    asked, out = asked_for(monkeypatch, selector, [40])
+    assert out.stats.rounds > 10
+    assert asked == [1]
+    asked, out = asked_for(monkeypatch, selector, [200])
+    assert len(asked) == -(-out.stats.rounds // 32) > 2
+
+
+def test_a_choice_by_the_rows_alone_ends_when_a_row_leaves(monkeypatch):
+    asked, _ = asked_for(monkeypatch, Fixed(1), [40, 12, 40])
+    assert asked[:2] == [3, 2]
+
+
+def test_a_class_of_ones_own_is_asked_in_every_round(monkeypatch):
+    class Mine(Fixed):
+        def update(self, state, feedback):
+            told.append(len(feedback.arm))
+            return super().update(state, feedback)
+
+    told = []
+    asked, out = asked_for(monkeypatch, Mine(1), [40])
+    assert len(asked) == len(told) == out.stats.rounds
+    plain = sd.decoder(sd.TableModel.random(5, 1, seed=1))
+    told.clear()
+    out = plain.pool({"none": None}, Mine(0)).build().generate([[0]], 12, seed=0)
+    assert len(told) == 11, "of plain rounds, too"
