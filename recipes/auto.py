@@ -113,7 +113,7 @@ def compared(
         seeds = [s.seed + 10_000 + 1000 * repeat + i for i in range(batch)]
         reading = 0.0
         spent = {}
-        for name in shuffled(decoders, repeat):
+        for name in shuffled(decoders, repeat, temperature, batch):
             progress(
                 f"temperature {temperature:g}, batch {batch}, repeat {repeat + 1} of {s.repeats}: {name}"
             )

@@ -276,7 +276,7 @@ def hindsight(parts: Parts, fixed: list[str], runs: Runs) -> dict[str, str]:
 
 
 def compare(parts: Parts, works: list[Workload], fixed: list[str], taught: Any, runs: Runs) -> Iterator[int]:
-    """Add the runs of all configurations at all places, in an order that rotates from workload to workload; yields the number of each when it is done."""
+    """Add the runs of all configurations at all places; yields the number of each when it is done."""
     s, batch = parts.s, len(works[0].rows)
     planned, kept = dict[Place, Any](), dict[tuple[str, Place], Any]()
     for place in parts.places:
@@ -284,11 +284,13 @@ def compare(parts: Parts, works: list[Workload], fixed: list[str], taught: Any, 
         kept["planned", place] = planned[place].begin(batch)
         kept["pooled", place] = parts.pooled(batch, place.attention).begin(batch)
         kept["pooled", place].state = taught.state  # states are values, so this can be shared
+        for name in parts.plans(place, fixed, batch, planned[place]):
+            runs[name, f"{place.attention}/{place.cores}"] += []  # rows have this order
     for turn, work in enumerate(works):
         plans = [  # those of a place one after another, because they are compared
             (p, *plan)
             for p in shuffled(parts.places, turn)
-            for plan in shuffled(parts.plans(p, fixed, batch, planned[p]).items(), turn)
+            for plan in shuffled(parts.plans(p, fixed, batch, planned[p]).items(), turn, p)
         ]
         for place, name, make in plans:
             console.progress(f"workload {turn} of {s.repeats}: {name}, {place.attention}/{place.cores}")

@@ -42,13 +42,13 @@ def main(s: Settings) -> list[dict[str, Any]]:
     names = list(s.drafts)
     decoders = {name: sd.decoder(target).draft(sd.HFModel(*zoo.load(name)), s.k).build() for name in names}
     texts = {domain: prompts(domain, s.batch, s.context, target.tokenizer) for domain in DOMAINS}
-    runs: dict[tuple[str, str], list[Any]] = {}
+    runs: dict[tuple[str, str], list[Any]] = {(name, domain): [] for domain in DOMAINS for name in names}
     for repeat in range(s.repeats + 1):  # the first is a warm-up
         for domain in DOMAINS:
-            for name, decoder in shuffled(decoders.items(), repeat):
+            for name, decoder in shuffled(decoders.items(), repeat, domain):
                 out = decoder.generate(texts[domain], s.tokens, seed=s.seed + repeat, eos_token_id=())
                 if repeat:
-                    runs.setdefault((name, domain), []).append(out)
+                    runs[name, domain].append(out)
     rows = [
         {
             "draft": name,

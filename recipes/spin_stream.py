@@ -163,11 +163,12 @@ def main(s: Settings) -> list[dict[str, Any]]:
         best = alone(streams, works, runs)
         names = {"best_fixed": f"fixed:{best}"}
         plans = [(name, order) for name in s.configurations for order in ADMISSIONS]
+        runs |= {plan: [] for plan in plans}
         for turn, work in enumerate(works):
             for name, order in shuffled(plans, turn):
                 console.progress(f"stream {turn + 1} of {s.repeats}: {name}, {order}")
                 run = streams.play(names.get(name, name), order, work, s.seed + turn)
-                runs.setdefault((name, order), []).append(run)
+                runs[name, order].append(run)
         rows += table(runs, streams.place, batch, best)
         print(f"\nbatch {batch}\n" + console.table([r for r in rows if r["batch"] == batch], COLUMNS))
     s.save(rows)

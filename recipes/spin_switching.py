@@ -95,7 +95,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
     for repeat in range(s.repeats + 1):  # the first is a warm-up
         for context in s.contexts:
             texts = prompts("prose", s.batch, context, target.tokenizer)
-            for executor, prepared in shuffled(WAYS, repeat):
+            for executor, prepared in shuffled(WAYS, repeat, context):
                 base = (
                     sd.decoder(target).pool(drafts, Scripted(s.switch, prepared), s.k).verifier(sd.Coupled())
                 )

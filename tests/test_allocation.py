@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.kernels.allocation import LARGE, zeros
+from specdec.kernels.allocation import LARGE, empty, zeros
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,17 @@ def test_zeros_of_any_size_and_type(dtype, rows):
     made.view(torch.uint8).fill_(1)
     for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made.view(torch.uint8))), made.clone()):
         assert torch.equal(other.view(torch.uint8), made.view(torch.uint8))
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, LARGE, 5 * LARGE + 3])
+def test_empty_memory_is_aligned_and_its_own(size):
+    made, other = empty(size), empty(size)
+    assert made.shape == (size,)
+    assert made.dtype == torch.uint8
+    assert made.data_ptr() % 64 == 0 or not size
+    made.fill_(1)
+    other.fill_(2)
+    assert made.eq(1).all()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

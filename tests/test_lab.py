@@ -20,7 +20,7 @@ import specdec as sd
 from specdec.kernels.native import library, reason
 from specdec.lab import clock
 from specdec.lab.arms import PoolRun, goodput, pool_run
-from specdec.lab.clock import Forwards, bare_round, bare_steps, in_turn, middle
+from specdec.lab.clock import Forwards, bare_round, bare_steps, in_turn, middle, shuffled
 from specdec.lab.console import progress, table
 from specdec.lab.errors import LIMITS, relative, worst
 from specdec.lab.options import option, parse
@@ -395,3 +395,13 @@ def test_an_error_shows_in_one_head_of_one_query():
         out = exact.clone()
         out[0, 7, 3, 1] = wrong
         assert not worst(out, exact) < LIMITS[torch.bfloat16]
+
+
+def test_orders_change_from_turn_to_turn_and_place_to_place():
+    cases = list(range(5))
+    orders = [shuffled(cases, turn, 16) for turn in range(20)]
+    assert all(sorted(order) == cases for order in orders)
+    assert all(one == other[::-1] for one, other in zip(orders[::2], orders[1::2]))
+    assert len(set(map(tuple, orders))) > 15
+    assert orders != [shuffled(cases, turn, 4) for turn in range(20)]
+    assert orders == [shuffled(iter(cases), turn, 16) for turn in range(20)]

@@ -37,7 +37,7 @@ _COPIES: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
 
 
 class Narrow:
-    """Copies of weights ``[O, E]``, by the weight.
+    """Copies of weights ``[O, E]``, by the weight. Those that are made together share one piece of memory, which stays until the last of them is gone.
 
     Args:
         weights: of products. They are kept, so that ``refresh`` can read them again.

@@ -29,7 +29,7 @@ static uint32_t narrow_rows(const uint32_t *weight, uint16_t *into, int64_t E, i
 }
 
 /* A fingerprint of x [n], n a multiple of 8 W: MurmurHash3 (Appleby) of 8 W streams at a time, then of their sums. If one number
-   differs, so does the result, because each step is one to one; if more do, it is the same by a chance of 2^-32 at most. */
+   differs, so does the result, because each step is one to one. If more do, it is the same by a chance of about 2^-32. */
 static uint64_t fingerprint(const uint32_t *x, int64_t n) {
     uvec sums[8];
     for (int j = 0; j < 8; j++) sums[j] = (uvec){0} + (uint32_t)j;

@@ -156,7 +156,7 @@ def auto(
     for batch in sizes:
         for repeat in range(-1, repeats):
             turn = range(done, done + batch)
-            for name, run in shuffled(runs.items(), repeat):
+            for name, run in shuffled(runs.items(), repeat, batch):
                 progress(f"{name}, batch {batch}, repeat {repeat + 1} of {repeats}")
                 run.measure(
                     [ids[i % len(ids)] for i in turn],

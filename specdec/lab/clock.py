@@ -35,11 +35,17 @@ def middle(values: ArrayLike) -> Any:
     return ordered[..., ends : n - ends].mean(-1)
 
 
-def shuffled(cases: Iterable[Case], turn: int) -> list[Case]:
-    """Cases in an order of this turn's own. In the same order every time, each would find what the same other one left in the processor's caches."""
+def shuffled(cases: Iterable[Case], turn: int, *place: object) -> list[Case]:
+    """Cases in random order: another one in every second turn, and its reverse in the turns between.
+
+    If the order were always the same, each case would find in the processor's caches what the same other case had left there.
+
+    Args:
+        place: what else is measured with the same turns; it has orders of its own.
+    """
     made = list(cases)
-    Random(turn).shuffle(made)
-    return made
+    Random(repr((turn // 2, *place))).shuffle(made)
+    return made[::-1] if turn % 2 else made
 
 
 def seconds(call: Call) -> float:

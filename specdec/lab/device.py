@@ -37,7 +37,9 @@ def clock(
     torch.cuda.synchronize()
     eager = _events(lambda: [run() for run in runs], seconds / 2) / len(runs)
     replay = capture(runs) if graph else None
-    if replay is None:  # several calls, as in a run, where the host prepares the next one meanwhile
+    if (
+        replay is None
+    ):  # in a row, so that the host prepares the next call meanwhile, as under ``Ahead``; ``eager`` has its time
         return Time(_events(lambda: [run() for run in runs], seconds, 5) / len(runs), eager, "events")
     return Time(_events(replay, seconds) / len(runs), eager, "graph")
 

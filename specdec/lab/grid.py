@@ -223,7 +223,9 @@ class Grid:
         began, turn = perf_counter(), 0
         while turn < repeats or (turn < most // V and perf_counter() - began < least):
             turn += 1
-            for case, some in shuffled(zip(cases, runs), turn):
+            for case, some in shuffled(
+                zip(cases, runs), visit * most + turn, *((c.method, c.k) for c in cases)
+            ):
                 progress(f"{case.method}, k = {case.k} ({turn})")
                 some.append(replace(self.run(case, groups, visit * most + turn), visit=visit))
         return [replace(case, runs=case.runs + some) for case, some in zip(cases, runs)]

@@ -173,7 +173,7 @@ def _at(
     """The rows of one batch size."""
     runs: dict[str, list[Generation]] = {name: [] for name in built}
     for repeat in range(-1, repeats):
-        for name, one in shuffled(built.items(), repeat):
+        for name, one in shuffled(built.items(), repeat, batch):
             progress(f"{name}, batch {batch}, repeat {repeat + 1} of {repeats}")
             first = max(repeat, 0) * batch
             some = [ids[name][(first + i) % len(ids[name])] for i in range(batch)]

@@ -99,7 +99,7 @@ class PipelineComparison:
             for size in sizes:
                 found = timed(alone[size], spread(prompts, size), self.rounds // 2, 1, self.seed + turn)[1]
                 samples += found if turn else []
-            for mode, executor in shuffled(modes.items(), turn):
+            for mode, executor in shuffled(modes.items(), turn, name, batch):
                 made = replace(decoder, executor=executor)
                 seconds, found = self._run(made, prompts, mode.micro_batches, self.seed + turn)
                 if turn:

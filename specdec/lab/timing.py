@@ -125,15 +125,19 @@ def time(
             raise ValueError(f"no prompt has {context} tokens: give longer prompts, or smaller contexts")
         for batch in sizes:
             rows = [long[i % len(long)] for i in range(batch)]
+            places = [
+                (name, 0 if one.drafting.info.longest == 0 else one.length, batch, context)
+                for name, one in named
+            ]
+            made |= {place: [] for place in places}
             for repeat in range(-1, repeats):
-                for name, decoder in shuffled(named, repeat):
+                for place, (name, decoder) in shuffled(zip(places, named), repeat, batch, context):
                     progress(
                         f"{name} k = {decoder.length}, batch {batch}, context {context}, repeat {repeat + 1} of {repeats}"
                     )
                     spent = _rounds(decoder, rows, rounds if repeat >= 0 else 2, seed + 1000 * (repeat + 1))
-                    length = 0 if decoder.drafting.info.longest == 0 else decoder.length
                     if repeat >= 0:
-                        made.setdefault((name, length, batch, context), []).append(float(middle(spent)))
+                        made[place].append(float(middle(spent)))
     progress()
     return Times(made)
 

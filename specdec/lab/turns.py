@@ -117,7 +117,7 @@ class Turns:
         groups = self.groups(batch)
         made = [Measured(case.label, case.k, []) for case in cases]
         for turn in range(repeats + 1):
-            for case, measured in shuffled(zip(cases, made), turn):
+            for case, measured in shuffled(zip(cases, made), turn, batch):
                 tell(f"{case.label}, k = {case.k}, batch {batch}, turn {turn} of {repeats}")
                 count = self.new_tokens if turn else max(1, self.new_tokens // 4)
                 run = steady(self.decoder(case), groups, count, turn=turn)
