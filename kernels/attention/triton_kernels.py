@@ -141,7 +141,7 @@ def attend_kernel(
     h = tl.program_id(1).to(tl.int64)
     c = tl.program_id(2)
 
-    # All loads come before the branch, which would wait for some of them.
+    # The loads come before the branch, so that they do not wait for its condition.
     t0 = tl.load(Starts + r)
     count = tl.load(Starts + r + 1) - t0
     n = tl.load(Length + r)

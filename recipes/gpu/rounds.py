@@ -74,10 +74,8 @@ def run(stage: Stage) -> None:
     plans += [
         (point, [name for name in names if not (point in barred and name in first)]) for point in points
     ]
-    speed, wrong = (
-        dict[tuple[str, tuple[int, int]], float](),
-        dict[tuple[str, tuple[int, int]], dict[str, object]](),
-    )
+    speed: dict[tuple[str, tuple[int, int]], float] = {}
+    wrong: dict[tuple[str, tuple[int, int]], dict[str, object]] = {}
     for point, some in plans:
         batch, context = point
         if not stage.room(f"{batch} x {context}", 2.5 * shape.kv_values(1) * 2 * batch * (context + 256)):

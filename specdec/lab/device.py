@@ -37,9 +37,8 @@ def clock(
     torch.cuda.synchronize()
     eager = _events(lambda: [run() for run in runs], seconds / 2) / len(runs)
     replay = capture(runs) if graph else None
-    if (
-        replay is None
-    ):  # in a row, so that the host prepares the next call meanwhile, as under ``Ahead``; ``eager`` has its time
+    # In a row, the host prepares the next call meanwhile, as under ``Ahead``; ``eager`` has its time.
+    if replay is None:
         return Time(_events(lambda: [run() for run in runs], seconds, 5) / len(runs), eager, "events")
     return Time(_events(replay, seconds) / len(runs), eager, "graph")
 
