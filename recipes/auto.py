@@ -6,8 +6,8 @@ It measures its drafts on prompts of validation packages, and is then compared o
 prompts and seeds in every repeat. The seconds of a run are all of it without the target's reading of the prompts (as plain decoding has it in the same repeat), so what drafts
 read counts. Rows `method, temperature, batch, tokens_per_second, ratio, ratio_low, ratio_high`: speed over plain decoding's, the geometric mean over
 repeats with a 95 % bootstrap interval over them (an arithmetic mean of ratios is above 1 for two equal noisy things); `speeds`: tokens a second of
-each repeat; `plain_share`: of rounds, counted by rows. `plain again` is plain decoding a second time: how far its ratio is from 1 is noise. Rows of part `hindsight` have
-`auto` over the best fixed choice, plain decoding included: `ratio` where this is chosen on one half of the repeats and compared on the other, in both ways;
+each repeat; `plain_share`: of rounds, counted by rows. `plain again` is plain decoding a second time: how far its ratio is from 1 is noise. `auto, fixed` is what `auto` found
+fastest at the batch, alone (`auto.fixed`). Rows of part `hindsight` have `auto`, and `auto, fixed`, over the best fixed choice, plain decoding included: `ratio` where this is chosen on one half of the repeats and compared on the other, in both ways;
 `naive` where it is chosen on the repeats on which it is compared, which luck favours. Rows of part `measured` are what `auto` itself measured.
 """
 
@@ -28,7 +28,7 @@ from specdec.lab.options import option, parse
 from specdec.lab.paired import mean_interval
 from specdec.lab.recipe import Recipe
 
-AGAIN = "plain again"
+AGAIN, ALONE = "plain again", "auto, fixed"
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ def main(s: Settings) -> list[dict[str, Any]]:
         }
         decoders = {"plain": base.build(), AGAIN: base.build(), "auto": auto.decoder, **fixed}
         for batch in s.batches:
-            rows += compared(s, decoders, [ids[: s.context] for ids in test], temperature, batch)
+            here = decoders | {ALONE: auto.fixed(batch)}
+            rows += compared(s, here, [ids[: s.context] for ids in test], temperature, batch)
     columns = [
         "temperature",
         "batch",
@@ -136,20 +137,22 @@ def compared(
         row["tokens_per_second"] = float(np.median(mine))
         row |= {"repeats": s.repeats, "speeds": mine.tolist()} | geometric(mine / speed["plain"])
         rows.append(row | ({"plain_share": float(np.mean(plainly))} if name == "auto" else {}))
-    return [*rows, {"part": "hindsight", "method": "auto over the best", **place, **hindsight(speed)}]
+    about = {"part": "hindsight", **place}
+    over = [about | {"method": f"{name} over the best"} | hindsight(speed, name) for name in ("auto", ALONE)]
+    return [*rows, *over]
 
 
-def hindsight(speed: dict[str, np.ndarray]) -> dict[str, Any]:
-    """``auto`` over the best fixed choice: chosen on one half of the repeats and compared on the other, and chosen where it is compared."""
-    fixed = [name for name in speed if name not in ("auto", AGAIN)]
-    halves = np.arange(len(speed["auto"])) % 2
+def hindsight(speed: dict[str, np.ndarray], mine: str = "auto") -> dict[str, Any]:
+    """``mine`` over the best fixed choice: chosen on one half of the repeats and compared on the other, and chosen where it is compared."""
+    fixed = [name for name in speed if name not in ("auto", AGAIN, ALONE)]
+    halves = np.arange(len(speed[mine])) % 2
     ratios = np.empty(len(halves))
     chosen = []
     for half in (0, 1):
         chosen.append(max(fixed, key=lambda name: speed[name][halves != half].mean()))
-        ratios[halves == half] = (speed["auto"] / speed[chosen[-1]])[halves == half]
+        ratios[halves == half] = (speed[mine] / speed[chosen[-1]])[halves == half]
     best = max(fixed, key=lambda name: speed[name].mean())
-    naive = geometric(speed["auto"] / speed[best])["ratio"]
+    naive = geometric(speed[mine] / speed[best])["ratio"]
     return geometric(ratios) | {"naive": naive, "best": best, "chosen": chosen}
 
 

@@ -53,6 +53,17 @@ def test_a_draft_that_is_always_right_is_chosen_and_another_is_not(found):
     assert out.stats.tau > 3
 
 
+def test_the_best_of_a_batch_alone(found):
+    alone = found.fixed(3)
+    assert alone.selecting is None
+    assert (alone.draft, alone.length) == (found.builders["same/3"].build().draft, 3)
+    out = alone.generate(PROMPTS[:3], 24, seed=0, eos_token_id=())
+    assert out.stats.tau == 4
+    assert out.arms == ()
+    with pytest.raises(ValueError, match="batch 2 was not measured: give one of 1, 3"):
+        found.fixed(2)
+
+
 def test_tables_have_the_rounds_that_were_measured(found):
     rows = {(row["method"], row["batch"]): row for row in found.rows}
     assert rows["same/3", 3]["tau"] == 4
@@ -89,6 +100,7 @@ def test_where_no_draft_pays_rows_are_decoded_plainly():
         sd.decoder(Slow(0, 1)), {"costly": Slow(1, 3)}, PROMPTS, 2, batches=2, new_tokens=12, repeats=1
     )
     assert auto.best == {2: "plain"}
+    assert not auto.fixed(2).generate(PROMPTS[:2], 20, seed=3).stats.drafted
     assert "batch 2: do not speculate" in repr(auto)
     out = auto.decoder.generate(PROMPTS[:2], 20, seed=3)
     assert not out.stats.drafted

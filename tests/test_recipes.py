@@ -122,13 +122,13 @@ def test_auto(tmp_path):
     parts = [(row["part"], row["batch"]) for row in rows]
     assert [
         parts.count((part, batch)) for part in ("measured", "speed", "hindsight") for batch in (1, 2)
-    ] == [5, 5, 6, 6, 1, 1]
+    ] == [5, 5, 7, 7, 2, 2]
     assert all(
         row["ratio_low"] <= row["ratio"] <= row["ratio_high"] for row in rows if row["part"] != "measured"
     )
     best = next(row for row in rows if row["part"] == "hindsight")
     assert {best["best"], *best["chosen"]} <= {"plain", "small/1", "small/2", "lookup/2"}
-    assert "auto over the best" in str(said)
+    assert "auto, fixed over the best" in str(said)
 
 
 def test_quickstart(tmp_path):

@@ -36,17 +36,28 @@ class Auto(Framed):
     Attributes:
         decoder: chooses for every row and round. rows: of every method that keeps one draft and length in the decoder's pool, of ``none`` there, and of plain
             decoding without a pool, at each batch.
-        selector: the decoder's.
+        selector: the decoder's. builders: by method, of a decoder with nothing else.
     """
 
     decoder: Decoder
     rows: list[dict[str, Any]]
     selector: Planner
+    builders: Mapping[str, Builder]
 
     @property
     def best(self) -> dict[int, str]:
         """Batch -> the fastest method, plain decoding included."""
         return {row["batch"]: row["method"] for row in self.rows if row["best"]}
+
+    def fixed(self, batch: int) -> Decoder:
+        """A decoder that does only what is fastest at a batch: without a pool, it has nothing to choose, and less to do in a round.
+
+        Raises:
+            ValueError: the batch was not measured.
+        """
+        if batch not in self.best:
+            raise ValueError(f"batch {batch} was not measured: give one of {', '.join(map(str, self.best))}")
+        return self.builders[self.best[batch]].build()
 
     def why(self, selection: Any, row: int) -> str:
         """Why a row is decoded as it is now.
@@ -258,7 +269,9 @@ def _decided(
     )
     decoder = base.pool({"none": None, **arms}, selector).build()
     prompts = sum(map(len, ids)) / len(ids) / new_tokens  # tokens of a prompt for each new one
-    return Auto(decoder, method_rows(arms, runs, sizes, spent, prompts), selector)
+    alone = {name: base.draft(arm.draft, arm.length) for name, arm in arms.items()}
+    measured = method_rows(arms, runs, sizes, spent, prompts)
+    return Auto(decoder, measured, selector, {"plain": base.draft(_nothing()), **alone})
 
 
 def _seconds(
