@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from interpreted import interpreted, launches  # noqa: F401 (fixtures)
 from stepped import LAWS, builder_of, same
 from tiny import tiny
 
 import specdec as sd
 from specdec.cache.ring_cache import RingCache
 from specdec.drafts.spire import SpireModel
+from specdec.drafts.spire.launches import SpireLaunches
+from specdec.executors import Ahead, Serial
 from specdec.executors.round import staying
 from specdec.graphs import chain as chains
 from specdec.graphs.ring_chain import RingChain
@@ -141,6 +144,32 @@ def test_a_captured_spire_chain_is_the_loop(sampling, settings):
             replayed += bool(ways[2].programs._storages[0].programs)
     assert replayed > 6
     assert all(way.programs.why is None for way in ways[1:])
+
+
+@pytest.mark.usefixtures("interpreted", "launches")
+@pytest.mark.parametrize("executor", [pytest.param(Serial(), marks=pytest.mark.slow), Ahead()], ids=repr)
+def test_a_spire_draft_by_few_launches(executor, monkeypatch):
+    """The proposals of rounds whose draft runs Triton's operators on merged products, recorded."""
+    target, said, ran = tiny("llama", 0, torch.float32, num_hidden_layers=3), [], []
+    model = spire_of(target, window=6)
+    few = SpireLaunches(model.body, merged=True)
+    for name in ("run", "remember"):
+        own = getattr(SpireLaunches, name)
+        monkeypatch.setattr(
+            SpireLaunches, name, lambda *args, _own=own, _name=name: ran.append(_name) or _own(*args)
+        )
+    for path in (None, few):
+        assert not ran
+        monkeypatch.setattr(SpireModel, "launches", path)
+        spire = sd.drafts.Spire(model, 3, graphs="recorded")
+        decoder = sd.decoder(sd.HFModel(target, graphs="recorded")).draft(spire, 3).executor(executor)
+        rounds = []
+        prompts = [[1, 2, 3, 4, 5] * 2, [7, 8]]
+        decoder.greedy().build().generate(prompts, [9, 7], on_round=rounds.append, eos_token_id=())
+        said.append([(round.proposal.tokens.tolist(), round.verdict.tokens.tolist()) for round in rounds])
+    assert said[0] == said[1]
+    assert {"run", "remember"} == set(ran)
+    assert few.ops.merged._copies
 
 
 def test_spire_with_graphs():

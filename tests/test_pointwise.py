@@ -14,6 +14,9 @@ from without_a_gpu import compiled
 
 import specdec as sd
 from specdec.drafts.spire import SpireModel
+from specdec.drafts.spire.launches import SpireLaunches
+from specdec.drafts.spire.layers import remember
+from specdec.drafts.spire.steps import SpireSteps
 from specdec.forward.llama_triton import LlamaTriton
 from specdec.forward.merged import small
 from specdec.kernels import pointwise
@@ -240,7 +243,7 @@ def test_interpreted_products_of_one_input_are_one(family):
     one._path.lean = lean = LlamaTriton(one.clone, merged=True)
     for _ in range(2):
         cache = one.cache(2, 16)
-        assert len(lean.ops.merged._copies) == 2 * model.config.num_hidden_layers
+        assert len(lean.ops.merged._copies) == 5 * model.config.num_hidden_layers
         got = one.score(cache, context).logits
         own, _ = logits(model, lambda _: None, context, None)
         torch.testing.assert_close(got[:, 0].double(), own, rtol=0, atol=5e-6 * float(own.abs().max()))
@@ -276,23 +279,52 @@ def test_interpreted_blocks_are_four_launches_beside_products_and_attention(monk
     ]  # a look at the cache's shapes, the prompt, and a step with logits
 
 
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_interpreted_blocks_of_a_spire_draft(family, monkeypatch):
-    model = SpireModel.from_target(tiny(family, 0, torch.float32), 1)
-    x = draws(5, model.body.config.hidden_size)
-    kept, rotary = x.clone(), model.rotary(torch.arange(5) * 3)
-
-    def attend(query, key, value):
-        return query * key.repeat_interleave(query.shape[1] // key.shape[1], 1) + value[:, :1]
-
+def spire_chain(model):
+    """Logits of a chain of three tokens in two rows, and the entries of its ring, after the target's activations were read."""
+    context = sd.Context.of([[1, 2, 3], list(range(4, 17))])
+    rows, positions = torch.tensor([0, 0, 1, 1, 1, 1]), torch.tensor([0, 1, 0, 9, 10, 11])
+    ring, size = sd.drafts.Spire(model, 3, graphs=False).ring(2, 16), model.body.config.hidden_size
+    fed = [draws(6, size, dtype=model.dtype, device=model.device, seed=i) for i in range(2)]
+    rotary = model.rotary(positions.to(model.device))
     with torch.no_grad():
-        expected = model.run(0, x, rotary, attend)
-        monkeypatch.setattr(model, "_launches", lambda x: True)
-        got = model.run(0, x, rotary, attend)
-    assert torch.equal(x, kept)  # the feedback memory reads it, too
-    for a, b in zip(got, expected):
-        torch.testing.assert_close(a, b, rtol=0, atol=3e-6 * float(b.abs().max()))
+        remember(model, ring, ring.at(rows, positions, model.device), fed, rotary)
+        steps = SpireSteps(model, ring, context, 3)
+        logits = [steps(n, torch.tensor([n, 2 * n], device=model.device)) for n in range(3)]
+    return [*logits, *(t for layer in ring.layers for t in layer)]
+
+
+def spire_model(target):
+    """A draft whose norms are not ones, and whose mixtures are not even."""
+    model = SpireModel.from_target(target, 2, window=4)
+    with torch.no_grad():
+        for p in (p for p in model.parameters() if p.dim() == 1):
+            p.uniform_(0.5, 1.5)
+        model.memory.weights.normal_()
+    return model
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_interpreted_layers_of_a_spire_draft(family, merged, monkeypatch):
+    """As operator by operator, with two launches beside the products for the keys and values of a memory vector. Mistral's own window of 8 does not
+    hide the first position."""
+    model = spire_model(tiny(family, 0, torch.float32))
+    launches, launched = SpireLaunches(model.body, merged), []
+    launches.refresh()
+    for name in ("add_norm", "apply_rotary", "silu_mul"):
+        own = getattr(pointwise, name)
+        monkeypatch.setattr(
+            pointwise, name, lambda *a, _own=own, _name=name, **k: launched.append(_name) or _own(*a, **k)
+        )
+    monkeypatch.setattr(SpireModel, "fast", lambda self, x: None)
+    expected = spire_chain(model)
+    assert not launched
+    monkeypatch.setattr(SpireModel, "launches", launches)
+    for a, b in zip(spire_chain(model), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * float(b.abs().max()))
+    memory, block = ["add_norm", "apply_rotary"] * 2, ["add_norm", "apply_rotary", "add_norm", "silu_mul"] * 2
+    assert launched == memory + (block + memory) * 2 + block
 
 
 def test_who_takes_it():
@@ -307,7 +339,7 @@ def test_who_takes_it():
 
 @pytest.mark.skipif(not GPU, reason="needs triton and a GPU")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_on_a_gpu(dtype):
+def test_on_a_gpu(dtype, monkeypatch):
     for rows, n in ((1, 4096), (33, 80), (3, 16384)):
         norms_are_right(rows, n, dtype, "cuda")
         products_are_right(n, dtype, "cuda")
@@ -321,6 +353,13 @@ def test_on_a_gpu(dtype):
         got, _ = logits(model, LlamaTriton, context, None)
         own, _ = logits(model, lambda _: None, context, None)
         torch.testing.assert_close(got, own, rtol=0, atol=0.05 * float(own.abs().max()))
+        draft = spire_model(model)
+        assert draft.launches is not None
+        draft.check()
+        got = spire_chain(draft)
+        monkeypatch.setattr(SpireModel, "launches", None)
+        for a, b in zip(got, spire_chain(draft), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0.05 * float(b.abs().max()))
 
 
 COMPILE = """

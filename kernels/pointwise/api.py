@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.kernels import interpreted
 from specdec.kernels.device import current
-from specdec.kernels.interpreted import kernels
 
 MOST = 16384  # the longest row that is normed
 HEADS = 4  # heads of a token per program of ``apply_rotary``
@@ -156,4 +156,4 @@ def _check(name: str, fit: bool, *tensors: Tensor) -> None:
 
 
 def _kernels(x: Tensor, name: str) -> ModuleType:
-    return kernels("pointwise", x.device, name, "pointwise.reference runs anywhere")
+    return interpreted.kernels("pointwise", x.device, name, "pointwise.reference runs anywhere")

@@ -37,7 +37,7 @@ def _turned(X, at, live, W, lane, half, c0, c1, s0, s1, eps, NORM: tl.constexpr)
     return a * c0[None, :] - b * s0[None, :], b * c1[None, :] + a * s1[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["SLOTS"])
 def turn_kernel(
     Q,
     K,

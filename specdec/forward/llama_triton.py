@@ -9,6 +9,7 @@ The results equal the modules' up to rounding: values that the modules round aft
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,22 @@ class Launches(Eager):
 
     def __init__(self, merged: Merged | None = None):
         self.merged = merged
+
+    @staticmethod
+    def of(blocks: Sequence[Block], merged: bool | None = None) -> Launches:
+        """For ``blocks``. ``merged``: whether products of the same input are one, on copies of their weights; ``None``: where the copies are small."""
+        copies = Merged([group for b in blocks for group in ((b.query, b.key, b.value), (b.gate, b.up))])
+        wanted = room_for(copies, blocks[0].out.weight.device) if merged is None else merged
+        return Launches(copies) if wanted else LAUNCHES
+
+    def refreshed(self) -> Launches:
+        """These, with copies that equal their weights; without copies where there is no memory for them."""
+        if self.merged is not None:
+            try:
+                self.merged.refresh()
+            except torch.OutOfMemoryError:
+                return LAUNCHES
+        return self
 
     def products(self, x: Tensor, *projections: Any) -> list[Tensor]:
         together = None if self.merged is None else self.merged.products(x, projections)
@@ -63,22 +80,15 @@ class LlamaTriton(LlamaEager):
     ops: Launches
 
     def __init__(self, model: Any, backend: str = "auto", merged: bool | None = None):
-        """``merged``: whether products of the same input are one, on copies of their weights; ``None``: where the copies are small."""
+        """``merged``: as for ``Launches.of``."""
         super().__init__(model, backend)
-        groups = [group for b in self.blocks for group in ((b.query, b.key, b.value), (b.gate, b.up))]
-        copies = Merged(groups)
-        wanted = room_for(copies, model.lm_head.weight.device) if merged is None else merged
-        self.ops = Launches(copies) if wanted else LAUNCHES
+        self.ops = Launches.of(self.blocks, merged)
         self.table = RotaryTable(self.body, positions_of(model.config))
 
     def check(self) -> None:
         """As ``Runner.check``: copies follow their weights. The table of cosines is made before a step is captured."""
         self.table.hold(self.head.weight)
-        if self.ops.merged is not None:
-            try:
-                self.ops.merged.refresh()
-            except torch.OutOfMemoryError:
-                self.ops = LAUNCHES
+        self.ops = self.ops.refreshed()
 
     @staticmethod
     def suits(model: Any, dtype: torch.dtype | None = None) -> bool:
@@ -98,10 +108,13 @@ class LlamaTriton(LlamaEager):
         return super().usable and not torch.is_grad_enabled()
 
     def angles(self, x: Tensor, positions: Tensor, plan: AttentionPlan) -> Angles:
-        """As ``LlamaEager.angles``. Where slots are positions, a plan's longest row tells the host whether the table has them all."""
+        """As ``LlamaEager.angles``. Where slots are positions, a plan's longest row tells the host whether the table has them all; in a captured
+        ring it must have all that the model has."""
         rows = self.table.rows
         if rows is not None and plan.ordered and max(plan.length) <= rows.shape[1]:
             cos, sin = rows.index_select(1, positions).unbind(0)
+        elif rows is not None and plan.bounded and self.table.limit <= rows.shape[1]:
+            cos, sin = rows.index_select(1, positions.clamp(max=rows.shape[1] - 1)).unbind(0)
         else:
             cos, sin = (t[0].contiguous() for t in self.body.rotary_emb(x, positions[None]))
         return cos, sin

@@ -21,7 +21,9 @@ class Merged:
 
     def __init__(self, groups: Sequence[tuple[Any, ...]]):
         self._groups = groups
-        self._copies: dict[int, tuple[Tensor, Tensor | None, list[int]]] = {}
+        self._copies: dict[
+            int, tuple[Tensor, Tensor | None, list[int]]
+        ] = {}  # from each projection to its group's end
 
     @property
     def bytes(self) -> int:
@@ -34,19 +36,24 @@ class Merged:
             for group in self._groups:
                 if any((p.bias is None) != (group[0].bias is None) for p in group):
                     continue
-                made = self._copies.get(id(group[0]))
-                if made is None:
-                    sizes = [p.weight.shape[0] for p in group]
-                    wide = group[0].weight.new_empty(sum(sizes), group[0].weight.shape[1])
-                    bias = None if group[0].bias is None else group[0].bias.new_empty(sum(sizes))
-                    made = self._copies[id(group[0])] = wide, bias, sizes
-                wide, bias, sizes = made
+                if id(group[0]) not in self._copies:
+                    self._make(group)
+                wide, bias, _ = self._copies[id(group[0])]
                 torch.cat([p.weight for p in group], out=wide)
                 if bias is not None:
                     torch.cat([p.bias for p in group], out=bias)
 
+    def _make(self, group: tuple[Any, ...]) -> None:
+        sizes, first = [p.weight.shape[0] for p in group], 0
+        wide = group[0].weight.new_empty(sum(sizes), group[0].weight.shape[1])
+        bias = None if group[0].bias is None else group[0].bias.new_empty(sum(sizes))
+        for i, p in enumerate(group):
+            self._copies[id(p)] = wide[first:], None if bias is None else bias[first:], sizes[i:]
+            first += sizes[i]
+
     def products(self, x: Tensor, projections: Sequence[Any]) -> list[Tensor] | None:
-        """``x [T, E]`` times each of a group's weights, as views of one result; ``None`` for other projections, or before ``refresh``."""
+        """``x [T, E]`` times the weights of each of a group, or of the last of a group, as views of one result; ``None`` for other projections, or
+        before ``refresh``."""
         made = self._copies.get(id(projections[0]))
         if made is None or len(projections) != len(made[2]):
             return None

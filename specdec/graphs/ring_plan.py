@@ -21,6 +21,8 @@ class RingPlan(StaticPlan):
     """What the queries of one step at ``position [R]`` see of their rings: all within the ring's reach, or ``seen [R, S]`` of slots whose
     positions are ``behind [R, S]`` the query's, where a mask shows less. ``each``: neighbouring queries of one row."""
 
+    bounded = True
+
     def __init__(
         self,
         ring: RingSight,

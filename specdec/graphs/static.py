@@ -77,6 +77,7 @@ class StaticPlan:
 
     watch = None
     tree = None
+    bounded = False
 
     def __init__(self, lowered: Lowered, slots: Tensor, ordered: bool = False):
         """``ordered``: slot numbers are positions, and all positions are below ``lowered.max_length`` in every replay."""

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from specdec.cache.ring import Ring
 from specdec.cache.static import StaticStore
+from specdec.drafts.spire.layers import remember, run_layers
 from specdec.drafts.spire.model import SpireModel
 from specdec.forward.block import rms_norm
 from specdec.graphs.ring_chain import Forward, RingChain, RingShape
 from specdec.graphs.ring_plan import RingPlan
-from specdec.kernels.attention import AttentionPlan, attention
+from specdec.kernels.attention import AttentionPlan
 
 
 class SpireChain(RingChain):
@@ -36,29 +37,13 @@ def forwards(
     cos, sin = model.rotary(position)
 
     def run(n: int, tokens: Tensor, plan: RingPlan) -> Tensor:
-        x, rotary = model.embed(tokens), (cos[n], sin[n])
-        activations = [x]
-        for i in range(len(model.layers)):
-
-            def attend(query: Tensor, key: Tensor, value: Tensor, i: int = i) -> Tensor:
-                layer = write(store, i, plan.slots, key, value)
-                return attention(query.transpose(0, 1)[None], *layer, cast(AttentionPlan, plan))[0]
-
-            x, _, _ = model.run(i, x, rotary, attend)
-            activations.append(x)
+        rotary, sees = (cos[n], sin[n]), cast(AttentionPlan, plan)
+        activations = run_layers(model, model.embed(tokens), rotary, store, sees)
         if model.memory is not None and n + 1 < steps:
-            for i, memory in enumerate(model.memory(activations)):
-                write(store, i, plan.slots, *model.keys_values(i, memory, rotary))
+            remember(model, store, plan.slots, model.memory(activations), rotary)
         if type(model).logits is not SpireModel.logits:
-            return model.logits(x)
+            return model.logits(activations[-1])
         head = model.body.lm_head
-        return F.linear(rms_norm(x, model.body.model.norm), head.weight, head.bias)
+        return F.linear(rms_norm(activations[-1], model.body.model.norm), head.weight, head.bias)
 
     return run
-
-
-def write(
-    store: StaticStore, layer: int, slots: Tensor, keys: Tensor, values: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Put ``keys [T, H, D]`` and ``values [T, H, Dv]`` into flat ``slots [T]``; returns the layer's buffers."""
-    return store.append(layer, slots, *(t.transpose(0, 1)[None] for t in (keys, values)))

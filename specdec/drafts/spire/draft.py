@@ -25,9 +25,10 @@ from specdec.capabilities import DraftInfo
 from specdec.drafts.draw import ChainDraw
 from specdec.drafts.heads.features import committed
 from specdec.drafts.spire.chain import SpireChain
+from specdec.drafts.spire.layers import remember
 from specdec.drafts.spire.load import as_spire
 from specdec.drafts.spire.model import SpireModel
-from specdec.drafts.spire.steps import SpireSteps, remember
+from specdec.drafts.spire.steps import SpireSteps
 from specdec.drafts.spire.unread import Committed, Unread
 from specdec.drafts.stops import Stops, as_stops
 from specdec.graphs.chain import Drawn

@@ -29,11 +29,10 @@ from transformers import AutoConfig
 
 from specdec.drafts.hub import folder_of, push, write_card
 from specdec.drafts.spire.fits import check_fits
+from specdec.drafts.spire.launches import SpireLaunches
 from specdec.forward.block import EAGER, Angles, Block, block_of, eager_angles, rms_norm, rotated, run_block
 from specdec.forward.families import positions_of
 from specdec.forward.llama_c import small
-from specdec.forward.llama_triton import LAUNCHES
-from specdec.kernels import pointwise
 from specdec.kernels.native.blocks import Blocks
 from specdec.kernels.native.narrow import CHANGED, Narrow
 from specdec.kernels.native.ops import add_norm, linear, linear_takes, unchecked_linear
@@ -96,6 +95,7 @@ class SpireModel(nn.Module):
                 f"the target's hidden_act is {body.config.hidden_act!r}: only silu blocks can be copied"
             )
         self.body, self.layers, self.tokenizer = body, tuple(layers), tokenizer
+        self._launches: dict[Any, SpireLaunches | None] = {}  # by device and dtype
         self.target, self.any_target = target, any_target
         if len(self.layers) != body.config.num_hidden_layers:
             raise ValueError(
@@ -150,16 +150,8 @@ class SpireModel(nn.Module):
         body = keep_layers(target, list(layers))
         if random:
             body = type(body)(body.config).to(body.dtype).to(body.device)
-        return cls(
-            body.eval(),
-            list(layers),
-            sinks=sinks,
-            window=window,
-            mask=mask,
-            feedback=feedback,
-            target=fingerprint(target),
-            tokenizer=tokenizer,
-        )
+        sees: dict[str, Any] = {"sinks": sinks, "window": window, "mask": mask, "feedback": feedback}
+        return cls(body.eval(), list(layers), **sees, target=fingerprint(target), tokenizer=tokenizer)
 
     # -- properties -----------------------------------------------------------------------------------------------------
 
@@ -190,14 +182,26 @@ class SpireModel(nn.Module):
         """All blocks in one C call, where there is one for inputs ``x [T, E]``: few tokens on a CPU, without gradients."""
         return self._fast if small(x) and self._fast is not None and self._fast.plain else None
 
+    @property
+    def launches(self) -> SpireLaunches | None:
+        """All blocks in few launches, where there are kernels for them: in half precision on a GPU. They have no gradients."""
+        where = self.device, self.body.lm_head.weight.dtype
+        if where not in self._launches:
+            self._launches[where] = SpireLaunches.of(self.body) if self._own else None
+        return self._launches[where]
+
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the C kernels, which are compiled for one machine."""
-        return {name: value for name, value in vars(self).items() if name != "_fast"}
+        """The state without what is made for one machine: C kernels, and copies of weights."""
+        return {name: value for name, value in vars(self).items() if name != "_fast"} | {"_launches": {}}
+
+    @property
+    def _own(self) -> bool:
+        """Whether no derived class computes its blocks itself."""
+        return type(self).run is SpireModel.run and type(self).keys_values is SpireModel.keys_values
 
     @cached_property
     def _fast(self) -> Blocks | None:
-        own = type(self).run is SpireModel.run and type(self).keys_values is SpireModel.keys_values
-        return Blocks(self.blocks, self.narrow) if own and Blocks.takes(self.blocks) else None
+        return Blocks(self.blocks, self.narrow) if self._own and Blocks.takes(self.blocks) else None
 
     def narrowed(self, automatic: bool = False) -> SpireModel:
         """The same draft, whose steps on the CPU read bfloat16 copies of the weights (``HFModel``'s ``bf16_weights``).
@@ -234,6 +238,8 @@ class SpireModel(nn.Module):
                 raise RuntimeError(CHANGED)
             self.narrow = None
             self.__dict__.pop("_fast", None)
+        if self.launches is not None:
+            self.launches.refresh()
 
     # -- arithmetic ----------------------------------------------------------------------------------------------------
 
@@ -271,20 +277,9 @@ class SpireModel(nn.Module):
             own.extend((key, value))
             return attend(query, key, value)
 
-        if self._launches(x):
-            x, ops = x.contiguous(), LAUNCHES
-            cos, sin = (t.squeeze(-2).contiguous() for t in rotary)
-            x, more = run_block(ops, b, *ops.add_norm(x, None, b.before), (cos, sin), seen)
-        else:
-            x, more = run_block(EAGER, b, *EAGER.add_norm(x, None, b.before), _angles(rotary), seen)
+        x, more = run_block(EAGER, b, *EAGER.add_norm(x, None, b.before), _angles(rotary), seen)
         key, value = own
         return x + more, key, value
-
-    @staticmethod
-    def _launches(x: Tensor) -> bool:
-        """Whether ``kernels.pointwise`` runs the operators between products: for half precision on a GPU, without gradients."""
-        half = x.is_cuda and x.dim() == 2 and x.dtype is not torch.float32 and not torch.is_grad_enabled()
-        return half and pointwise.why_not(x.device, x.dtype) is None
 
     def logits(self, x: Tensor) -> Tensor:
         """``[..., E]`` after the last block -> ``[..., V]``."""

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from specdec.cache.ring import Ring
+from specdec.drafts.spire.layers import remember, run_layers
 from specdec.drafts.spire.model import SpireModel
-from specdec.kernels.attention import ExplicitPlan, attention
-from specdec.kernels.attention.native import lowered
+from specdec.kernels.attention import ExplicitPlan
 from specdec.kernels.device import to_device
 from specdec.masks.sight import check_length, check_sight
 from specdec.types import Context
-
-Rotary = tuple[Tensor, Tensor]
 
 
 class SpireSteps:
@@ -47,47 +43,8 @@ class SpireSteps:
     def __call__(self, n: int, tokens: Tensor) -> Tensor:
         """Logits ``[B, V]`` after ``tokens [B]``."""
         model, plan, rotary = self.model, self.plans[n], self.rotary[n]
-        slots = plan.slots_on(model.device)
-        activations = self._run(model.embed(tokens), plan, slots, rotary)
+        activations = run_layers(model, model.embed(tokens), rotary, self.ring, plan)
         # The next steps see memory here instead of the layers' own inputs.
         if model.memory is not None and n + 1 < self.steps:
-            remember(model, self.ring, slots, model.memory(activations), rotary)
+            remember(model, self.ring, plan.slots_on(model.device), model.memory(activations), rotary)
         return model.logits(activations[-1])
-
-    def _run(self, x: Tensor, plan: ExplicitPlan, slots: Tensor, rotary: Rotary) -> Sequence[Tensor] | Tensor:
-        """``x [B, E]`` through all blocks: the input of the first, and the output of each."""
-        model, ring = self.model, self.ring
-        fast, count = model.fast(x), len(model.layers)
-        if fast is not None and ring.buffers is not None:
-            out = x.new_empty(count + 1, *x.shape)
-            plans = [lowered(plan, None)] * count
-            fast(x, *_flat(rotary), slots, ring.buffers, plans, dict(enumerate(out)))
-            return out
-        activations = [x]
-        for i in range(count):
-
-            def attend(query: Tensor, key: Tensor, value: Tensor, i: int = i) -> Tensor:
-                ring.write(i, slots, key, value)
-                return attention(query.transpose(0, 1)[None], *ring.layers[i], plan)[0]
-
-            x, _, _ = model.run(i, x, rotary, attend)
-            activations.append(x)
-        return activations
-
-
-def remember(
-    model: SpireModel, ring: Ring, slots: Tensor, memory: Sequence[Tensor] | Tensor, rotary: Rotary
-) -> None:
-    """Write each layer's keys and values of ``memory [T, E]`` (or of the target's activations) to flat ``slots [T]`` of the ring."""
-    fast = model.fast(memory[0])
-    for i, x in enumerate(memory):
-        if fast is not None and ring.buffers is not None:
-            fast.remember(i, x.contiguous(), *_flat(rotary), slots, ring.buffers)
-        else:
-            ring.write(i, slots, *model.keys_values(i, x, rotary))
-
-
-def _flat(rotary: Rotary) -> Rotary:
-    """Cosines and sines for the C kernels, ``[T, D]`` in float32."""
-    cos, sin = (t.squeeze(-2).float().contiguous() for t in rotary)
-    return cos, sin

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from specdec.cache.ring import Ring
-from specdec.drafts.spire.chain import forwards, write
+from specdec.drafts.spire.chain import forwards
 from specdec.drafts.spire.draft import Spire
+from specdec.drafts.spire.layers import remember
 from specdec.drafts.spire.model import SpireModel
 from specdec.drafts.stops import why_stop
 from specdec.graphs.drafting import Given, Passed, RingDrafting
@@ -68,8 +69,8 @@ class SpireDrafting(RingDrafting):
         model, position = self.model, self._positions(passed.length, given.steps + 1)
         slots, rotary = self.plans.slots(position.t()).t().flatten(), model.rotary(position.flatten())
         self.store.begin()
-        for i, layer in enumerate(model.layers):
-            write(self.store, i, slots, *model.keys_values(i, passed.layers[layer].to(model.dtype), rotary))
+        fed = [passed.layers[layer].to(model.dtype) for layer in model.layers]
+        remember(model, self.store, slots, fed, rotary)
 
     @staticmethod
     def _positions(length: Tensor, count: int) -> Tensor:
