@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from time import perf_counter
+from time import perf_counter, sleep
 
 import numpy as np
 import pytest
@@ -12,8 +12,8 @@ import torch
 
 import specdec as sd
 from specdec.arm_policy import Arm
-from specdec.lab.auto import Seconds, method_rows
-from specdec.lab.auto_runs import FEW, DecoderRuns, drained, each, estimates, of_kind, spread_of
+from specdec.lab.auto_runs import FEW, DecoderRuns, drained, estimates, of_kind, share_once, spread_of
+from specdec.lab.auto_seconds import Seconds, method_rows
 from specdec.selectors.fixed import Fixed
 from specdec.selectors.kinds import ByTemperature
 
@@ -223,11 +223,41 @@ def test_the_spread_of_rows_is_found():
         assert found > 50 if true == math.inf else found == pytest.approx(true, rel=0.25)
 
 
-def test_seconds_of_proposals_are_of_the_rows_that_have_one():
-    run = DecoderRuns(None, None, 1, proposals={4: [0.5, 0.0, 1.0]})
-    assert each(run, 4, 3.0, 1.0) == pytest.approx(1.0)  # two of four rows have one
-    assert each(run, 4, 0.9, 1.0) == 0
-    assert each(DecoderRuns(None, None, 1, proposals={4: [0.0]}), 4, 3.0, 1.0) == 0
+@pytest.mark.parametrize(
+    ("whole", "half", "rows", "fewer", "share"),
+    [
+        (8.0, 4.0, 8, 4, 0.0),  # in proportion to the rows
+        (8.0, 8.0, 8, 4, 1.0),
+        (8.0, 9.0, 8, 4, 1.0),  # noise
+        (8.0, 3.0, 8, 4, 0.0),
+        (8.0, 6.0, 8, 4, 0.5),
+        (5.0, 4.0, 5, 2, 2 / 3),
+        (5.0, 4.0, 5, 4.9, 0.0),  # too few rows less
+        (0.0, 0.0, 5, 2, 0.0),
+        (5.0, 4.0, 0.0, 0.0, 0.0),  # no row had a proposal
+    ],
+)
+def test_what_is_taken_once_is_told_from_half_the_rows(whole, half, rows, fewer, share):
+    assert share_once(whole, half, rows, fewer) == pytest.approx(share)
+
+
+class Costly(sd.drafts.NGram):
+    """A draft that takes ``once`` seconds in a round in which any row has a budget, and ``each`` for every such row."""
+
+    once: float = 0.02
+    each: float = 0.001
+
+    def propose(self, state, context, budget, rng):
+        sleep(self.once + self.each * int((budget > 0).sum()) if bool((budget > 0).any()) else 0)
+        return super().propose(state, context, budget, rng)
+
+
+def test_drafting_that_costs_the_same_for_few_rows_and_many_is_found():
+    auto = sd.auto(sd.decoder(Slow(0, 1)), {"costly": Costly()}, PROMPTS, 2, (1, 4), new_tokens=12, repeats=2)
+    (_, (alone, four)), (_, (_, once)) = auto.selector.table.draft, auto.selector.table.draft_once
+    assert alone == pytest.approx(0.021, abs=0.006)
+    assert four == pytest.approx(0.024, abs=0.006)
+    assert once == pytest.approx(0.02, abs=0.007)
 
 
 def test_rounds_with_a_proposal_and_without_one_are_trimmed_apart():
@@ -252,7 +282,7 @@ def test_what_a_draft_reads_counts():
     arms = {"a/2": Arm(sd.drafts.Model(BAD), 2)}
     draft, rest = {"a/2": (0.3,)}, {"none": (1.1,), "a/2": (1.2,)}
     for read, ratio in ((0.0, 2 / 1.5), (0.05, 2 / (1.5 + 2 * 0.25))):
-        spent = Seconds((1.0,), draft, rest, {"a/2": read}, {})
+        spent = Seconds((1.0,), draft, rest, {"a/2": read}, {}, {}, {}, {})
         plain, none, small = method_rows(arms, runs, (1,), spent, 5.0)
         assert (plain["ratio"], small["milliseconds"]) == (1, pytest.approx(1500))
         assert (none["ratio"], none["milliseconds"]) == (pytest.approx(1 / 1.1), pytest.approx(1100))

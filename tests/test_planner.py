@@ -25,7 +25,7 @@ DRAFT = np.array([d for d, _ in ARMS])
 
 
 def selector(seed=0, **changes):
-    """Two drafts with random tables, seconds of drafting affine in the rows, and random chances."""
+    """Two drafts with random tables, seconds of drafting affine in the rows, and random chances; for every second seed it is measured what is taken once."""
     draw = np.random.default_rng(seed)
     once, each = draw.uniform(0, 0.6, 5).cumsum() * (LENGTH > 0), draw.uniform(0, 0.1, 5) * (LENGTH > 0)
     table = RoundTable(
@@ -35,6 +35,9 @@ def selector(seed=0, **changes):
         tuple((c, c) for c in draw.uniform(0, 0.2, 5) * LENGTH),
         tuple(0.01 * (LENGTH > 0)),
     )
+    if seed % 2:
+        more = tuple((c, 2 * c) for c in draw.uniform(0, 0.4, 5) * (LENGTH > 0))
+        table = dataclasses.replace(table, draft_once=tuple((a, a) for a in once), verify_once=more)
     chances = tuple(((64.0, 64.0), *((64.0, 64 * p) for p in draw.uniform(0.3, 0.95, 4))) for _ in range(2))
     made = Planner(ARMS, table, (chances,), ((4.0, 16.0),), margin=0.0)
     return dataclasses.replace(made, **changes)
@@ -91,10 +94,26 @@ def seconds(part, arm, tokens, reading):
         if mine:
             longest = max(mine, key=lambda a: LENGTH[a])
             one, all_rows = (float(part.table.drafting(longest, n)) for n in (1, B))
-            each = (all_rows - one) / (B - 1)
+            each = (all_rows - one) / (B - 1)  # the draft's seconds are affine in its rows
             shared += one - each
+            if part.table.verify_once:
+                shared += np.interp(B, part.table.sizes, part.table.verify_once[longest])
             own = [x + each * (DRAFT[a] == d) for x, a in zip(own, arm)]
     return sum((own[b] + shared / B) / tokens[b, a] + reading[b, a] for b, a in enumerate(arm))
+
+
+def test_what_is_taken_once_does_not_change_rounds_of_one_arm():
+    """Of one row and of all rows, at measured sizes; between them it is linear."""
+    verify, once = ((0.0,) * 3, (0.3, 0.2, 0.1)), ((0.0,) * 3, (0.2, 0.4, 0.8))
+    draft, drafted = ((0.0,) * 3, (0.4, 0.5, 0.9)), ((0.0,) * 3, (0.3, 0.3, 0.5))
+    table = RoundTable((1, 4, 8), (1.0, 2.0, 3.0), draft, verify, (0.0, 0.0), (), drafted, once)
+    for B, whole in ((1, 0.4 + 0.3 + 0.2), (4, 0.5 + 4 * 0.2 + 0.4), (8, 0.9 + 8 * 0.1 + 0.8)):
+        shared, each = table.using(B)
+        assert shared[1] + B * (each[1] + table.verifying(B)[1]) == pytest.approx(whole)
+    assert table.using(1)[0][1] == pytest.approx(0.3)
+    assert table.using(6)[0][1] == pytest.approx(0.4 + 0.6)
+    assert table.using(4)[0][1] == pytest.approx(0.3 + 0.4)
+    assert table.verifying(4)[1] == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("seed", range(90))
@@ -289,6 +308,8 @@ def test_what_does_not_fit_is_refused():
         ({"plain": (1.0,)}, "plain has 1 entries"),
         ({"read": (0.0,)}, "read has 1 arms and draft has 5: give seconds for every arm"),
         ({"plain": (0.0, 1.0)}, "not finite|takes none"),
+        ({"verify_once": ((0.0, 0.0),) * 5}, "draft_once has 0 arms, verify_once 5 and draft 5"),
+        ({"draft_once": ((0.0,),) * 5, "verify_once": ((0.0, 0.0),) * 5}, r"draft_once\[0\] has 1 entries"),
     ):
         with pytest.raises(ValueError, match=match):
             dataclasses.replace(part.table, **changes)
@@ -509,7 +530,10 @@ def test_a_decoder_with_it_is_saved_and_loaded(tmp_path):
     arms = {"none": None, "one": sd.Arm(draft, 1), "two": sd.Arm(draft, 2)}
     part = small()
     kind = Product((ByTemperature((0.0,)), ByTemperature((0.0, 1.0))))
-    part = small(kinds=("all", (0.0, 0.0)), kind=kind, prior=part.prior * 2, spread=part.spread * 2)
+    once = dataclasses.replace(part.table, draft_once=((0.0, 0.0),) * 3, verify_once=((0.0, 0.1),) * 3)
+    part = small(
+        table=once, kinds=("all", (0.0, 0.0)), kind=kind, prior=part.prior * 2, spread=part.spread * 2
+    )
     assert kind(sd.types.Context.of([[5], [6]])) == [(0.0, 0.0), (None, 1.0)]
     decoder = sd.decoder(target).greedy().pool(arms, part).build()
     decoder.save(tmp_path / "saved")

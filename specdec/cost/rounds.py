@@ -1,6 +1,6 @@
 """Seconds of whole rounds, measured for some batch sizes: plain ones, and such in which all rows use an arm (a draft and a length).
 
-The table reproduces what was measured. For a batch whose rows use several arms it adds the drafts' own seconds and one verification.
+The table reproduces what was measured. A batch whose rows use several arms takes a plain round, what each arm in use costs once, and what each row adds.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ class RoundTable:
             a row that has a proposal adds to a round beside drafting, by size. read: by arm, for each token of a row's text that its draft has not read.
             All zeros for an arm that does not speculate. idle: by kind of request and arm, what a round of a batch that is not refilled costs later, when rows that have
             ended are missing, if all rows are of the kind and use the arm, by size; empty: nothing.
+        draft_once, verify_once: by arm, what a round takes as soon as any row uses the arm, however many do, by size. ``draft`` includes the first, ``verify``
+            excludes the second. Several arms in use add theirs, as in measured rounds. Empty: drafting is linear from one row to the whole batch, and
+            verification costs nothing once.
     Raises:
         ValueError: sizes that do not ascend, a table of another length, or seconds that are negative or not finite.
     """
@@ -31,6 +34,8 @@ class RoundTable:
     verify: tuple[tuple[float, ...], ...]
     read: tuple[float, ...]
     idle: tuple[tuple[tuple[float, ...], ...], ...] = ()
+    draft_once: tuple[tuple[float, ...], ...] = ()
+    verify_once: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         sizes = self.sizes
@@ -39,7 +44,8 @@ class RoundTable:
         parts = {"draft": self.draft, "verify": self.verify} | {
             f"idle[{kind}]": tables for kind, tables in enumerate(self.idle)
         }
-        tables = {f"{name}[{a}]": t for name, part in parts.items() for a, t in enumerate(part)}
+        once = {"draft_once": self.draft_once, "verify_once": self.verify_once}
+        tables = {f"{name}[{a}]": t for name, part in (parts | once).items() for a, t in enumerate(part)}
         tables["plain"] = self.plain
         for name, table in tables.items():
             if len(table) != len(sizes):
@@ -51,6 +57,10 @@ class RoundTable:
                 raise ValueError(
                     f"{name} has {len(part)} arms and draft has {len(self.draft)}: give seconds for every arm, or no idle"
                 )
+        if not len(self.draft_once) == len(self.verify_once) in (0, len(self.draft)):
+            raise ValueError(
+                f"draft_once has {len(self.draft_once)} arms, verify_once {len(self.verify_once)} and draft {len(self.draft)}: give both for every arm, or none"
+            )
         flat = [*self.read, *(x for table in tables.values() for x in table)]
         if not (np.isfinite(flat).all() and min(flat) >= 0 and min(self.plain) > 0):
             raise ValueError(
@@ -66,12 +76,29 @@ class RoundTable:
         return table
 
     def drafting(self, arm: np.ndarray, rows: np.ndarray | int) -> np.ndarray:
-        """Seconds of drafting for ``rows`` rows on ``arm``, elementwise; linear between sizes, those of the smallest size below it."""
+        """Seconds of drafting for all of ``rows`` rows on ``arm``, elementwise; linear between sizes, those of the smallest size below it."""
         return self._by_rows[arm, rows]
 
+    def using(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
+        """``[arms]`` each: seconds that a round of ``batch`` rows takes once if any row uses the arm, and those that each row adds to drafting. A lone row's
+        share of verification is all in ``verifying``, since in a round without a proposal it takes nothing."""
+        arms = np.arange(len(self.draft))
+        whole, rows = self.drafting(arms, batch), max(batch, 1)
+        if not self.draft_once:
+            each = (whole - self.drafting(arms, 1)) / max(batch - 1, 1)
+            return np.maximum(self.drafting(arms, 1) - each, 0.0), each
+        once = np.array([np.interp(batch, self.sizes, seconds) for seconds in self.draft_once])
+        more = self._verified_once(batch) if batch > 1 else 0.0
+        return once + more, np.maximum(whole - once, 0.0) / rows
+
     def verifying(self, batch: int) -> np.ndarray:
-        """``[arms]``: seconds that a row with a proposal adds to a round of ``batch`` rows, beside drafting."""
-        return np.array([np.interp(batch, self.sizes, seconds) for seconds in self.verify])
+        """``[arms]``: seconds that a row with a proposal adds to a round of ``batch`` rows, beside drafting; of one row, also what is taken once."""
+        each = np.array([np.interp(batch, self.sizes, seconds) for seconds in self.verify])
+        return each + self._verified_once(batch) if batch == 1 else each
+
+    def _verified_once(self, batch: int) -> np.ndarray:
+        parts = self.verify_once or ((0.0,) * len(self.sizes),) * len(self.draft)
+        return np.array([np.interp(batch, self.sizes, seconds) for seconds in parts])
 
     def idling(self, batch: int) -> np.ndarray:
         """``[kinds, arms]``: seconds that a round of ``batch`` rows, all of the kind and on the arm, costs later: nothing for one row."""

@@ -8,16 +8,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from specdec.arguments import at_least, counts
 from specdec.arm_policy import Arm
 from specdec.builder import Builder
 from specdec.capabilities import DraftInfo, DraftPart
-from specdec.cost.rounds import RoundTable
 from specdec.decoder import Decoder
 from specdec.executors.serial import Serial
-from specdec.lab.auto_runs import DecoderRuns, drained, each, estimates, of_kind, reading
+from specdec.lab.auto_runs import DecoderRuns, Half, estimates
+from specdec.lab.auto_seconds import measured_seconds, method_rows, round_table
 from specdec.lab.clock import shuffled
 from specdec.lab.console import Framed, progress, table
 from specdec.parts import as_draft
@@ -104,8 +102,8 @@ def auto(
 ) -> Auto:
     """Measure drafts on prompts; ``.decoder`` of the result chooses a draft and a length, or none, for every row in every round.
 
-    Each draft decodes the prompts with each length, at each batch, in turn with plain decoding, and as a part of the pool that the decoder is. That gives the seconds of its rounds and
-    the chance that a draft's tokens are accepted. ``selectors.Planner`` decides by them, and by what the rows accept as they go on. The output has the target's
+    Each draft decodes the prompts with each length, at each batch, in turn with plain decoding, and as a part of the pool that the decoder is; with its longest also half of
+    each batch. That gives the seconds of its rounds and the chance that a draft's tokens are accepted. ``selectors.Planner`` decides by them, and by what the rows accept as they go on. The output has the target's
     distribution whatever is decided. Decisions follow from the measured table and the tokens, and from no clock, so a seed gives the same output again.
 
     Args:
@@ -160,14 +158,21 @@ def auto(
     pool = base.pool({"none": None, **arms}, Fixed(0), costs="wall").build()
     assert pool.selecting is not None
     runs = {"plain": DecoderRuns(plain, kind, 0)}
+    halves = dict[str, DecoderRuns]()
+    by_length = sorted(_numbers(arms).items(), key=lambda item: arms[item[0]].length or 0)
+    longest_of = set({number: name for name, number in by_length}.values())  # the last of each draft
     for i, (name, length) in enumerate(zip(pool.selecting.names, pool.selecting.lengths)):
         fixed = replace(pool, selecting=replace(pool.selecting, selector=Fixed(i)))
         runs[name] = DecoderRuns(fixed, kind, length)
+        if name in longest_of:
+            half = replace(pool, selecting=replace(pool.selecting, selector=Half(i)))
+            halves[name] = DecoderRuns(half, kind, length)
     done = 0
     for batch in sizes:
         for repeat in range(-1, repeats):
             turn = range(done, done + batch)
-            for name, run in shuffled(runs.items(), repeat, batch):
+            beside = [(f"half {name}", run) for name, run in halves.items() if batch > 1]
+            for name, run in shuffled([*runs.items(), *beside], repeat, batch):
                 progress(f"{name}, batch {batch}, repeat {repeat + 1} of {repeats}")
                 run.measure(
                     [ids[i % len(ids)] for i in turn],
@@ -178,7 +183,7 @@ def auto(
                 )
             done += batch if repeat >= 0 else 0
     progress()
-    return _decided(base, arms, runs, sizes, ids, new_tokens, margin, kind, refilled)
+    return _decided(base, arms, runs, halves, sizes, ids, new_tokens, margin, kind, refilled)
 
 
 def _nothing() -> Any:
@@ -224,26 +229,11 @@ def _numbers(arms: Mapping[str, Arm]) -> dict[str, int]:
     return {name: order.index(key) for name, key in keys.items()}
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """Of a round, by batch, unless said otherwise.
-
-    Attributes:
-        plain: without a pool. draft: by arm, of drafting. rest: of everything else, by arm and for ``none``. read: by arm, of its draft's reading of one token of a
-            prompt. idle: by arm and kind of request, what a round costs later, when those that it has finished early are missing; empty: nothing.
-    """
-
-    plain: Sequence[float]
-    draft: Mapping[str, Sequence[float]]
-    rest: Mapping[str, Sequence[float]]
-    read: Mapping[str, float]
-    idle: Mapping[str, Sequence[Sequence[float]]]
-
-
 def _decided(
     base: Builder,
     arms: dict[str, Arm],
     runs: dict[str, DecoderRuns],
+    halves: dict[str, DecoderRuns],
     sizes: tuple[int, ...],
     ids: list[list[int]],
     new_tokens: int,
@@ -256,10 +246,10 @@ def _decided(
     most = max(arm.length or 0 for arm in arms.values())
     rows = [(number[name], runs[name].rows) for name in arms]
     kinds, prior, spread = estimates(rows, len(set(number.values())), most)
-    spent = _seconds(arms, runs, sizes, max(ids, key=len), () if refilled else kinds)
+    spent = measured_seconds(arms, number, runs, halves, sizes, max(ids, key=len), () if refilled else kinds)
     selector = Planner(
         ((-1, 0), *((number[name], arm.length or 0) for name, arm in arms.items())),
-        _round_table(spent, runs, sizes),
+        round_table(spent, sizes),
         prior,
         spread,
         kinds,
@@ -272,81 +262,3 @@ def _decided(
     alone = {name: base.draft(arm.draft, arm.length) for name, arm in arms.items()}
     measured = method_rows(arms, runs, sizes, spent, prompts)
     return Auto(decoder, measured, selector, {"plain": base.draft(_nothing()), **alone})
-
-
-def _seconds(
-    arms: Mapping[str, Arm],
-    runs: Mapping[str, DecoderRuns],
-    sizes: Sequence[int],
-    longest: list[int],
-    kinds: Sequence[Any],
-) -> Seconds:
-    """What was measured, with the reading of the ``longest`` prompt. ``kinds``: those of requests whose rows are missed when they end early."""
-    spent = {name: [run.mean(B) for B in sizes] for name, run in runs.items()}
-    plain = tuple(map(sum, spent.pop("plain")))
-    own = [drawn for drawn, _ in spent["none"]]  # of asking for no draft: a part of every round
-    draft = {name: tuple(max(0.0, d - o) for (d, _), o in zip(spent[name], own)) for name in arms}
-    rest = {name: tuple(r + o for (_, r), o in zip(found, own)) for name, found in spent.items()}
-    reads = {
-        key: reading(draft, longest) for key, draft in {id(a.draft): a.draft for a in arms.values()}.items()
-    }
-    read = {name: reads[id(arm.draft)] for name, arm in arms.items()}
-    idle = {name: [_idle(runs[name], one, sizes, rest[name], draft[name]) for one in kinds] for name in arms}
-    return Seconds(plain, draft, rest, read, idle)
-
-
-def _round_table(spent: Seconds, runs: Mapping[str, DecoderRuns], sizes: tuple[int, ...]) -> RoundTable:
-    """What ``Planner`` reads: first of no draft, then of each arm."""
-    none, nothing = spent.rest["none"], (0.0,) * len(sizes)
-    verify = [
-        tuple(each(runs[name], B, spent.rest[name][i], none[i]) for i, B in enumerate(sizes))
-        for name in spent.draft
-    ]
-    return RoundTable(
-        sizes,
-        tuple(none),
-        (nothing, *map(tuple, spent.draft.values())),
-        (nothing, *verify),
-        (0.0, *spent.read.values()),
-        tuple((nothing, *map(tuple, by_arm)) for by_arm in zip(*spent.idle.values())),
-    )
-
-
-def _idle(
-    run: DecoderRuns, kind: Any, sizes: Sequence[int], rest: Sequence[float], draft: Sequence[float]
-) -> tuple[float, ...]:
-    """By batch: what a round of rows of a kind costs later, when those that it has finished early are missing."""
-    whole, mine = np.add(rest, draft), of_kind(run.rows, kind)
-    return tuple(
-        max(0.0, drained(mine, B, lambda rows: np.interp(rows, sizes, whole)) - float(now))
-        for B, now in zip(sizes, whole)
-    )
-
-
-def method_rows(
-    arms: Mapping[str, Arm],
-    runs: Mapping[str, DecoderRuns],
-    sizes: Sequence[int],
-    spent: Seconds,
-    prompts: float,
-) -> list[dict[str, Any]]:
-    """Tokens a second of each method at each batch. ``prompts``: tokens of a prompt, which an arm's draft reads, for each new token."""
-    rows = []
-    for i, B in enumerate(sizes):
-        plain, none = spent.plain[i], spent.rest["none"][i]
-        speed = {"plain": (B / plain, plain, 1.0), "none": (B / none, none, 1.0)}
-        for name in arms:
-            seconds = spent.rest[name][i] + spent.draft[name][i]
-            tau = runs[name].tokens / max(runs[name].rounds, 1)
-            later = spent.idle[name][0][i] if spent.idle.get(name) else 0.0  # of all kinds
-            reads = B * tau * spent.read[name] * prompts
-            speed[name] = (B * tau / (seconds + later + reads), seconds, tau)
-        best = max((name for name in speed if name != "none"), key=lambda name: speed[name][0])
-        for name, (rate, seconds, tau) in speed.items():
-            arm = arms.get(name)
-            rows.append({
-                "method": name, "k": 0 if arm is None else arm.length, "batch": B, "tau": tau, "milliseconds": 1e3 * seconds,
-                "tokens_per_second": rate, "ratio": rate / speed["plain"][0],
-                "lossless": arm is None or runs[name].decoder.verifying.lossless, "best": name == best,
-            })  # fmt: skip
-    return rows

@@ -10,17 +10,37 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.stats import trim_mean
+from torch import Tensor
 
 from specdec.capabilities import DraftPart
 from specdec.decoder import Decoder
 from specdec.lab.clock import sync
+from specdec.rng import Rng
+from specdec.selectors.fixed import HELD, Arms, Fixed
 from specdec.selectors.kinds import Kind, kinds_of
 from specdec.types import Context, Round
 
 BATCHES = 2000  # drawn of the measured rows, to see how a batch gets smaller
 FEW = 8  # rounds of all rows that count for each kind, and rows of a kind of which no spread is estimated
+FEWER = 0.1  # the least difference of two numbers of rows, as a share of the larger, for a difference of seconds to say what a row adds
 BURSTS = 4.0
 """A row's failures come in bursts, so as many say less about the rest of its text than their number does; chosen on validation prompts."""
+
+
+@dataclass(frozen=True)
+class Half(Fixed):
+    """Arm ``arm`` for the first half of a batch's requests, and arm 0, which does not speculate, for the others."""
+
+    def select(
+        self, state: Arms, context: Context, capacities: Tensor, rng: Rng
+    ) -> tuple[Tensor, Tensor, Arms]:
+        """As ``Selector.select``."""
+        arm, prob, state = super().select(state, context, capacities, rng)
+        return torch.where(context.request < context.batch // 2, arm, 0), prob, state
+
+    def hold(self, state: Arms) -> int:
+        """As ``Fixed`` does."""
+        return HELD - 1
 
 
 @dataclass
@@ -133,10 +153,13 @@ def estimates(
     return ("all", *found), tuple(prior), tuple(spread)
 
 
-def each(run: DecoderRuns, batch: int, seconds: float, plain: float) -> float:
-    """What a row that has a proposal adds to a plain round beside drafting; not less than nothing."""
-    rows = batch * float(np.mean(run.proposals[batch]))
-    return max(0.0, (seconds - plain) / rows) if rows else 0.0
+def share_once(whole: float, half: float, rows: float, fewer: float) -> float:
+    """The share of ``whole`` seconds, of ``rows`` rows, that do not depend on their number, since ``fewer`` rows take ``half``. Where these are hardly fewer,
+    it is 0."""
+    if whole <= 0 or rows - fewer <= FEWER * rows:
+        return 0.0
+    each = (whole - half) / (rows - fewer)
+    return min(max(1 - rows * each / whole, 0.0), 1.0)
 
 
 def drained(

@@ -316,13 +316,11 @@ class Planner:
         with a proposal adds to verification, and ``[kinds, arms]`` a row's share of what the batch loses later."""
         if batch not in self._costs:
             caps, table = self._caps[0], self.table
-            more = max(batch - 1, 1)
-            row = max(table.plainly(batch) - table.plainly(1), 0.0) / more
-            each = (table.drafting(caps, batch) - table.drafting(caps, 1)) / more
-            fixed = np.maximum(table.drafting(caps, 1) - each, 0.0)
+            row = max(table.plainly(batch) - table.plainly(1), 0.0) / max(batch - 1, 1)
+            once, each = (part[caps] for part in table.using(batch))
             self._costs[batch] = (
                 row + np.where(self._draft >= 0, each[:, self._draft], 0.0),
-                table.plainly(batch) - row * batch + np.where(caps >= 0, fixed, 0.0).sum(-1),
+                table.plainly(batch) - row * batch + np.where(caps >= 0, once, 0.0).sum(-1),
                 table.verifying(batch),
                 table.idling(batch) / max(batch, 1),
             )
