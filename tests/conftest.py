@@ -36,7 +36,7 @@ def pytest_collection():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Cases in ``slow_tier.txt`` are slow: they take longest, and others like them stay in the fast tier."""
+    """Tests and cases in ``slow_tier.txt`` are slow: they take longest, and others of the same part stay in the fast tier."""
     names = HERE / "slow_tier.txt"
     listed = set(names.read_text().splitlines() if names.exists() else ())  # a test may be copied elsewhere
     if torch.cuda.is_available():  # they are slow in Triton's interpreter

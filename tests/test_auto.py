@@ -135,7 +135,7 @@ def trees():
     drafts = {"chain": BAD, "tree": sd.drafts.Tree(BAD, (3, 2)), "ending": sd.drafts.Model(BAD, stop=0.4)}
     base = sd.decoder(Slow(0, 15)).sampling(temperature=1.0)
     lengths = {"chain": 2, "ending": (1, 3)}
-    return sd.auto(base, drafts, PROMPTS, lengths, batches=3, new_tokens=32, repeats=3)
+    return sd.auto(base, drafts, PROMPTS, lengths, batches=3, new_tokens=24, repeats=2)
 
 
 def test_a_tree_is_a_choice_with_its_depth(trees):

@@ -146,8 +146,9 @@ def test_a_captured_spire_chain_is_the_loop(sampling, settings):
     assert all(way.programs.why is None for way in ways[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted", "launches")
-@pytest.mark.parametrize("executor", [pytest.param(Serial(), marks=pytest.mark.slow), Ahead()], ids=repr)
+@pytest.mark.parametrize("executor", [Serial(), Ahead()], ids=repr)
 def test_a_spire_draft_by_few_launches(executor, monkeypatch):
     """The proposals of rounds whose draft runs Triton's operators on merged products, recorded."""
     target, said, ran = tiny("llama", 0, torch.float32, num_hidden_layers=3), [], []
