@@ -22,10 +22,10 @@ import numpy as np
 
 import specdec as sd
 from specdec import zoo
+from specdec.lab.bootstrap import FIGURES, mean_interval
 from specdec.lab.clock import shuffled
 from specdec.lab.console import progress, table
 from specdec.lab.options import option, parse
-from specdec.lab.paired import mean_interval
 from specdec.lab.recipe import Recipe
 
 AGAIN, ALONE = "plain again", "auto, fixed"
@@ -86,17 +86,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
         for batch in s.batches:
             here = decoders | {ALONE: auto.fixed(batch)}
             rows += compared(s, here, [ids[: s.context] for ids in test], temperature, batch)
-    columns = [
-        "temperature",
-        "batch",
-        "method",
-        "tau",
-        "tokens_per_second",
-        "ratio",
-        "ratio_low",
-        "ratio_high",
-        "naive",
-    ]
+    columns = ["temperature", "batch", "method", "tau", "tokens_per_second", *FIGURES[3:6], "naive"]
     print("\n" + table([row for row in rows if row["part"] != "measured"], columns))
     s.save(rows)
     return rows

@@ -22,11 +22,11 @@ import checkout  # noqa: F401
 import numpy as np
 
 import specdec as sd
+from specdec.lab.bootstrap import mean_interval
 from specdec.lab.clock import seconds
 from specdec.lab.console import progress, short_errors, table
 from specdec.lab.loading import load
 from specdec.lab.options import option, parse
-from specdec.lab.paired import mean_interval
 from specdec.lab.prompt_file import by_turns, pieces, shipped
 from specdec.lab.recipe import Recipe
 from specdec.parts import as_draft

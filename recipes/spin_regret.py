@@ -22,9 +22,9 @@ import checkout  # noqa: F401
 import numpy as np
 
 from specdec.lab import plots
+from specdec.lab.bootstrap import mean_interval
 from specdec.lab.console import table
 from specdec.lab.options import option, parse
-from specdec.lab.paired import mean_interval
 from specdec.lab.recipe import Plotted
 from specdec.lab.simulated import (
     ALIKE,

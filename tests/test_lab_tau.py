@@ -11,7 +11,7 @@ from tiny import tiny
 
 from specdec.audit.tau import efficiency
 from specdec.drafts.spire import SpireModel
-from specdec.lab.paired import intervals, mean_interval, rows_of
+from specdec.lab.bootstrap import Clusters, figures, mean_interval
 from specdec.lab.tau import Texts, each_k, score
 from specdec.training.forward import Parallel
 
@@ -50,48 +50,38 @@ def made(seed, texts=12):
     return efficiency(torch.rand(texts, 9, 3, generator=draw))
 
 
+def compared(mine, other, sources):
+    ours, theirs = (torch.stack(e[:2]).numpy() for e in (mine, other))
+    return figures(ours, theirs, Clusters(sources))
+
+
 def test_intervals_are_of_ratios_of_sums_over_sources():
     mine, other = made(0), made(1)
     sources = np.arange(12) // 2
-    found = intervals(mine, other, sources)
+    found = compared(mine, other, sources)
     assert found["tau"] == pytest.approx(float(mine.tokens.sum() / mine.rounds.sum()))
-    assert found["low"] < found["tau"] < found["high"]
-    assert found["ratio_to_vanilla"] == pytest.approx(mine.tau / other.tau)
+    assert found["tau_low"] < found["tau"] < found["tau_high"]
+    assert found["ratio"] == pytest.approx(mine.tau / other.tau)
     # Texts of one source count together: three times the same texts tell no more than once.
     again = type(mine)(*(t.repeat(3, *[1] * (t.ndim - 1)) for t in mine))
-    assert intervals(again, None, np.tile(sources, 3))["low"] == pytest.approx(found["low"])
-    alone = intervals(again, None, np.arange(36))
-    assert alone["high"] - alone["low"] < found["high"] - found["low"]
-    assert alone["ratio_to_vanilla"] is None
+    assert compared(again, again, np.tile(sources, 3))["tau_low"] == pytest.approx(found["tau_low"])
+    alone = compared(again, again, np.arange(36))
+    assert alone["tau_high"] - alone["tau_low"] < found["tau_high"] - found["tau_low"]
 
 
 def test_few_sources_give_no_intervals():
     """As everywhere in the lab: four sources have 35 bootstrap samples, and their quantiles are no interval."""
     mine, other = made(0), made(1)
-    found = intervals(mine, other, np.arange(12) // 3)
+    found = compared(mine, other, np.arange(12) // 3)
     assert found["tau"] == pytest.approx(mine.tau)
-    assert found["ratio_to_vanilla"] == pytest.approx(mine.tau / other.tau)
-    assert {found[end] for end in ("low", "high", "ratio_low", "ratio_high")} == {None}
-    assert None not in intervals(mine, other, np.arange(12) % 5).values()
+    assert found["ratio"] == pytest.approx(mine.tau / other.tau)
+    assert {found[end] for end in ("tau_low", "tau_high", "ratio_low", "ratio_high")} == {None}
+    assert None not in compared(mine, other, np.arange(12) % 5).values()
 
 
 def test_a_method_against_itself_has_no_doubt_about_the_ratio():
-    found = intervals(made(0), made(0), np.arange(12))
+    found = compared(made(0), made(0), np.arange(12))
     assert (found["ratio_low"], found["ratio_high"]) == (1, 1)
-
-
-def test_rows_of_domains_are_those_of_their_texts():
-    texts = Texts(torch.zeros(12, 1), 5, 9, 3, ["code", "prose"] * 6, np.arange(12), torch.empty(0), {})
-    scores = {"vanilla": made(0), "mine": made(1)}
-    rows = {(r["method"], r["domain"]): r for r in rows_of(scores, texts)}
-    assert set(rows) == {(m, d) for m in scores for d in ("all", "code", "prose")}
-    code = rows["mine", "code"]
-    assert code["texts"] == 6
-    assert code["tau"] == pytest.approx(
-        float(scores["mine"].tokens[::2].sum() / scores["mine"].rounds[::2].sum())
-    )
-    assert len(code["acceptance"]) == 3
-    assert all(0 < a < 1 for a in code["acceptance"])
 
 
 def test_an_interval_of_a_mean():

@@ -31,9 +31,9 @@ from specdec.data.extract import clean
 from specdec.data.tokens import write_stream
 from specdec.drafts.spire import SpireModel
 from specdec.lab import tau
+from specdec.lab.bootstrap import Clusters, figures
 from specdec.lab.grid import Grid, GridSettings
 from specdec.lab.methods import Methods
-from specdec.lab.paired import rows_of
 from specdec.lab.pretraining import Pretraining, Sizes
 from specdec.lab.variants import Variant, started, variants
 from specdec.training.forward import Parallel
@@ -201,10 +201,14 @@ class Study:
             else:
                 scores[name] = tau.score(draft, texts, Parallel())
                 scores[f"windowed_{name}"] = tau.score(draft, texts, Parallel(WINDOW, SINKS))
-        for row in rows_of(scores, texts, domains=False):
-            ends = "" if row["low"] is None else f" [{row['low']:.3f}, {row['high']:.3f}]"
-            stage.row(f"tau at {context}, k = {K}: {row['method']}", **{n: row[n] for n in ("tau", "low", "high")},
-                    note=f"{row['tau']:.3f}{ends}")  # fmt: skip
+        for name, made in scores.items():
+            sums = torch.stack(made[:2]).numpy()
+            found = figures(sums, sums, Clusters(texts.prompt))
+            mean, low, high = (found[figure] for figure in ("tau", "tau_low", "tau_high"))
+            ends = "" if low is None else f" [{low:.3f}, {high:.3f}]"
+            stage.row(
+                f"tau at {context}, k = {K}: {name}", tau=mean, low=low, high=high, note=f"{mean:.3f}{ends}"
+            )
 
     # -- grid -------------------------------------------------------------------------------------------------------------------
 

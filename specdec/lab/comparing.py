@@ -10,7 +10,7 @@ import numpy as np
 
 from specdec.audit.tau import Efficiency
 from specdec.lab import plots
-from specdec.lab.bootstrap import DRAWS, LEAST, Clusters, bounded_figures, interval
+from specdec.lab.bootstrap import DRAWS, FIGURES, LEAST, Clusters, bounded_figures, interval
 from specdec.lab.console import Framed, table
 from specdec.lab.replays import Replay
 from specdec.lab.simulating import Simulation
@@ -39,20 +39,10 @@ class Comparison(Framed):
         return shown + (f"; too close to call against {', '.join(self.close)}" if self.close else "")
 
     def __repr__(self) -> str:
-        columns = (
-            "method",
-            "category",
-            "k",
-            "tau",
-            "tau_low",
-            "tau_high",
-            "ratio",
-            "ratio_low",
-            "ratio_high",
-        )
+        columns = ("method", "category", "k", *FIGURES)
         simulated = sorted({row["method"] for row in self.rows if not row["exact"]})
         note = f"simulated, not exact: {', '.join(simulated)}" if simulated else ""
-        lines = [table(self.rows, (*columns, "texts", "sources")), self.answer, note, lossy(self.rows)]
+        lines = [table(self.rows, columns), self.answer, note, lossy(self.rows)]
         return "\n".join(line for line in lines if line)
 
     def plot(self) -> Any:

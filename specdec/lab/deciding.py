@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from specdec.lab import plots
-from specdec.lab.bootstrap import DRAWS, LEAST, Clusters, interval
+from specdec.lab.bootstrap import DRAWS, FIGURES, LEAST, Clusters, interval
 from specdec.lab.clock import middle
 from specdec.lab.comparing import Result, by_name, lossy
 from specdec.lab.console import Framed, table
@@ -45,17 +45,7 @@ class Decision(Framed):
         return [row for row in self.rows if row["rank"] == 1]
 
     def __repr__(self) -> str:
-        columns = (
-            "method",
-            "k",
-            "batch",
-            "context",
-            "tokens_per_second",
-            "ratio",
-            "ratio_low",
-            "ratio_high",
-            "loss",
-        )
+        columns = ("method", "k", "batch", "context", "tokens_per_second", *FIGURES[3:6], "loss")
         simulated = sorted({row["method"] for row in self.rows if not row["exact"]})
         note = [f"tau is simulated, not exact: {', '.join(simulated)}"] if simulated else []
         note += [line] if (line := lossy(self.rows)) else []

@@ -15,25 +15,15 @@ from specdec.capabilities import DraftInfo
 from specdec.decoder import Decoder
 from specdec.generation import Generation
 from specdec.lab import plots
+from specdec.lab.bootstrap import FIGURES, mean_interval
 from specdec.lab.clock import shuffled, sync
 from specdec.lab.comparing import lossy
 from specdec.lab.console import Framed, progress, table
-from specdec.lab.paired import mean_interval
 from specdec.prompts import Prompts, rows_of, stop_rules
 from specdec.stats import Stats
 from specdec.verifiers import Coupled
 
-COLUMNS = (
-    "method",
-    "batch",
-    "tokens_per_second",
-    "tau",
-    "ratio",
-    "ratio_low",
-    "ratio_high",
-    "same_text",
-    "best",
-)
+COLUMNS = ("method", "batch", "tokens_per_second", "tau", *FIGURES[3:6], "same_text", "best")
 
 
 @dataclass(frozen=True, eq=False)
