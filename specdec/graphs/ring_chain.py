@@ -5,7 +5,6 @@ Rows of the memory that no row of the batch uses are padding: they write to thei
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,6 +25,9 @@ from specdec.sampling import Sampling
 from specdec.types import Context
 
 Forward = Callable[[int, Tensor, RingPlan], Tensor | None]
+Forwards = Callable[[StaticStore, Tensor, int], Forward]
+"""``(store, position [N, R], steps)``, for tokens at ``position`` -> the n-th forward, ``(n, tokens [R], plan) -> logits [R, V]``. If N is more than ``steps``,
+the first is the earlier one, whose logits are not used."""
 
 
 class RingShape(NamedTuple):
@@ -46,21 +48,19 @@ class RingChain(Program):
     """``steps`` draws of every row, each from the forward of the one before.
 
     Args:
-        ring: in the memory of ``store``.
+        ring: in the memory of ``store``, which ``forwards`` must not hold.
     """
 
-    def __init__(self, ring: Ring, store: StaticStore, shape: RingShape, device: torch.device):
-        self.store, self.shape, self.plans = store, shape, RingPlans(ring, store)
+    def __init__(
+        self, ring: Ring, store: StaticStore, shape: RingShape, device: torch.device, forwards: Forwards
+    ):
+        self.store, self.shape, self.plans, self.forwards = store, shape, RingPlans(ring, store), forwards
         R = shape.rows
         fields = {
             **dict.fromkeys(("ids", "base", "limit", "earlier", "before"), ("i8", (R,))),
             "uniforms": ("f8", (shape.steps, R)),
         }
         self.staged = Staged(fields, device)
-
-    @abstractmethod
-    def forward(self, position: Tensor) -> Forward:
-        """For tokens at ``position [N, R]``: the n-th forward ``(n, tokens [R], plan) -> logits [R, V]``; for the earlier one, logits are not used."""
 
     def body(self) -> tuple[Tensor, Tensor | None]:
         """Tokens ``[rows, steps]`` and their distributions."""
@@ -69,7 +69,7 @@ class RingChain(Program):
         if shape.earlier:
             position = torch.cat([on["before"][None], position])
         plans = self.plans.of(position)
-        forward, token = self.forward(position), on["ids"]
+        forward, token = self.forwards(self.store, position, shape.steps), on["ids"]
         draws = Draws(on, shape.sampling, shape.vocab_size)
         for n in range(-int(shape.earlier), shape.steps):
             i = n + int(shape.earlier)
@@ -87,7 +87,7 @@ def drawn(
     budget: Tensor,
     rng: Rng,
     sampling: Sampling,
-    make: Callable[[StaticStore, RingShape], RingChain],
+    forwards: Forwards,
     vocab_size: int | None = None,
     first: Tensor | None = None,
 ) -> Drawn | None:
@@ -120,5 +120,8 @@ def drawn(
         array["uniforms"][:, :B] = uniforms
         chain.staged.send()
 
+    def make(store: StaticStore) -> RingChain:
+        return RingChain(ring, store, shape, programs.device, forwards)
+
     with torch.inference_mode():
-        return first_rows(programs.program(ring, shape, lambda store: make(store, shape), update), B)
+        return first_rows(programs.program(ring, shape, make, update), B)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec.cache.ring import Ring
 from specdec.cache.static import StaticStore
 from specdec.graphs.chain import Drawn
-from specdec.graphs.ring_chain import Forward, RingChain, RingShape, drawn
+from specdec.graphs.ring_chain import Forward, drawn
 from specdec.graphs.ring_plan import RingPlan
 from specdec.graphs.static import Forward as Packed
 from specdec.rng import Rng
@@ -18,21 +18,14 @@ from specdec.sampling import Sampling
 from specdec.types import Context
 
 
-class WindowedChain(RingChain):
-    """The chain of a packed model; ``run``: as ``Packed.forward``."""
+def forwards(run: Packed, store: StaticStore, position: Tensor, steps: int) -> Forward:
+    """As ``ring_chain.Forwards``, of a packed model; ``run``: as ``Packed.forward``."""
 
-    def __init__(self, run: Packed, ring: Ring, store: StaticStore, shape: RingShape, device: torch.device):
-        super().__init__(ring, store, shape, device)
-        self.run = run
+    def forward(n: int, tokens: Tensor, plan: RingPlan) -> Tensor | None:
+        keep = False if n == 0 and len(position) > steps else None
+        return run(store, plan, tokens, position[n], keep)
 
-    def forward(self, position: Tensor) -> Forward:
-        """As ``RingChain.forward``."""
-
-        def run(n: int, tokens: Tensor, plan: RingPlan) -> Tensor | None:
-            keep = False if n == 0 and self.shape.earlier else None
-            return self.run(self.store, plan, tokens, position[n], keep)
-
-        return run
+    return forward
 
 
 def propose(
@@ -59,10 +52,8 @@ def propose(
         model.prefill(cache, text)
         first = cache.matched(text)
 
-    def make(store: StaticStore, shape: RingShape) -> WindowedChain:
-        return WindowedChain(steps.forward, cache, store, shape, steps.device)
-
-    made = drawn(steps, cache, text, budget, rng, sampling, make, vocab_size, torch.tensor(first))
+    run = partial(forwards, steps.forward)
+    made = drawn(steps, cache, text, budget, rng, sampling, run, vocab_size, torch.tensor(first))
     if made is not None:
         for b, (n, k) in enumerate(zip(length, budget.tolist())):
             cache.remember(b, words[b], first[b], n, max(k - 1, 0))

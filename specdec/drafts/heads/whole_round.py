@@ -12,20 +12,12 @@ from specdec.cache.ring import Ring
 from specdec.drafts.heads.captured import StaticPass
 from specdec.drafts.heads.chain import Chain
 from specdec.drafts.heads.contract import Sight
-from specdec.drafts.heads.dflash import DFlash
-from specdec.drafts.heads.dflash2 import DFlash2
 from specdec.drafts.heads.draft import Head
-from specdec.drafts.heads.dspark import DSpark
-from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import Features
-from specdec.drafts.heads.medusa import Medusa
-from specdec.drafts.heads.mtp import MTP
-from specdec.drafts.heads.peagle import PEagle
+from specdec.drafts.heads.load import HEADS
 from specdec.drafts.heads.slots import PIECE, HeadState, whole
 from specdec.graphs.drafting import Given, Passed, RingDrafting
 from specdec.masks.text import known
-
-HEADS = (Eagle3, PEagle, MTP, Medusa, DFlash, DFlash2, DSpark)
 
 
 class HeadDrafting(RingDrafting):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,20 +21,18 @@ from torch import Tensor
 from specdec.arguments import at_least
 from specdec.cache.ring import Ring
 from specdec.cache.slots import KVShape
-from specdec.cache.static import StaticStore
 from specdec.capabilities import DraftInfo
 from specdec.drafts.draw import ChainDraw
 from specdec.drafts.heads.features import committed
-from specdec.drafts.spire.chain import SpireChain
 from specdec.drafts.spire.layers import remember
 from specdec.drafts.spire.load import as_spire
 from specdec.drafts.spire.model import SpireModel
-from specdec.drafts.spire.steps import SpireSteps
+from specdec.drafts.spire.steps import SpireSteps, forwards
 from specdec.drafts.spire.unread import Committed, Unread
 from specdec.drafts.stops import Stops, as_stops
 from specdec.graphs.chain import Drawn
 from specdec.graphs.programs import Programs, capture_named
-from specdec.graphs.ring_chain import RingShape, drawn
+from specdec.graphs.ring_chain import drawn
 from specdec.kernels.device import to_device
 from specdec.models.hf import HFModel
 from specdec.protocols import LanguageModel
@@ -180,10 +179,7 @@ class Spire:
     ) -> Drawn | None:
         assert self.programs is not None
 
-        def make(store: StaticStore, shape: RingShape) -> SpireChain:
-            return SpireChain(self.model, ring, store, shape)
-
-        return drawn(self.programs, ring, context, budget, rng, sampling, make)
+        return drawn(self.programs, ring, context, budget, rng, sampling, partial(forwards, self.model))
 
     def observe(self, state: SpireState, round: Round) -> SpireState:
         """Keep the target's activations at newly committed positions for the next chain (section 3.3: ``m_t^i = y_t``).

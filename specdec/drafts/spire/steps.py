@@ -1,14 +1,21 @@
-"""The forward of SPIRe's draft for the tokens of a block, one after the other, over keys and values in a ring."""
+"""The forward of SPIRe's draft for the tokens of a block, one after the other, over keys and values in a ring, and the same as captured steps."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.cache.ring import Ring
+from specdec.cache.static import StaticStore
 from specdec.drafts.spire.layers import remember, run_layers
 from specdec.drafts.spire.model import SpireModel
-from specdec.kernels.attention import ExplicitPlan
+from specdec.forward.block import rms_norm
+from specdec.graphs.ring_plan import RingPlan
+from specdec.kernels.attention import AttentionPlan, ExplicitPlan
 from specdec.kernels.device import to_device
 from specdec.masks.sight import check_length, check_sight
 from specdec.types import Context
@@ -48,3 +55,22 @@ class SpireSteps:
         if model.memory is not None and n + 1 < self.steps:
             remember(model, self.ring, plan.slots_on(model.device), model.memory(activations), rotary)
         return model.logits(activations[-1])
+
+
+def forwards(
+    model: SpireModel, store: StaticStore, position: Tensor, steps: int
+) -> Callable[[int, Tensor, RingPlan], Tensor]:
+    """As ``ring_chain.Forwards``: what ``SpireSteps`` does, in operators that can be captured."""
+    cos, sin = model.rotary(position)
+
+    def run(n: int, tokens: Tensor, plan: RingPlan) -> Tensor:
+        rotary, sees = (cos[n], sin[n]), cast(AttentionPlan, plan)
+        activations = run_layers(model, model.embed(tokens), rotary, store, sees)
+        if model.memory is not None and n + 1 < steps:
+            remember(model, store, plan.slots, model.memory(activations), rotary)
+        if type(model).logits is not SpireModel.logits:
+            return model.logits(activations[-1])
+        head = model.body.lm_head
+        return F.linear(rms_norm(activations[-1], model.body.model.norm), head.weight, head.bias)
+
+    return run

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from specdec.cache.ring import Ring
-from specdec.drafts.spire.chain import forwards
 from specdec.drafts.spire.draft import Spire
 from specdec.drafts.spire.layers import remember
 from specdec.drafts.spire.model import SpireModel
+from specdec.drafts.spire.steps import forwards
 from specdec.drafts.stops import why_stop
 from specdec.graphs.drafting import Given, Passed, RingDrafting
 from specdec.masks.text import known
