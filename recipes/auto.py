@@ -6,9 +6,9 @@ It measures its drafts on prompts of validation packages, and is then compared o
 prompts and seeds in every repeat. The seconds of a run are all of it without the target's reading of the prompts (as plain decoding has it in the same repeat), so what drafts
 read counts. Rows `method, temperature, batch, tokens_per_second, ratio, ratio_low, ratio_high`: speed over plain decoding's, the geometric mean over
 repeats with a 95 % bootstrap interval over them (an arithmetic mean of ratios is above 1 for two equal noisy things); `speeds`: tokens a second of
-each repeat; `plain_share`: of rounds, counted by rows. `plain again` is plain decoding a second time: how far its ratio is from 1 is noise. `auto, fixed` is what `auto` found
-fastest at the batch, alone (`auto.fixed`). Rows of part `hindsight` have `auto`, and `auto, fixed`, over the best fixed choice, plain decoding included: `ratio` where this is chosen on one half of the repeats and compared on the other, in both ways;
-`naive` where it is chosen on the repeats on which it is compared, which luck favours. Rows of part `measured` are what `auto` itself measured.
+each repeat; `plain_share`: of rounds, counted by rows. `plain again` is plain decoding a second time: how far its ratio is from 1 is noise. `auto, fixed` is
+`auto.fixed(batch)`, what `auto` found fastest, alone. Rows of part `hindsight` have `auto` and `auto, fixed` over the best fixed choice, plain decoding included:
+`ratio` where this is chosen on one half of the repeats and compared on the other, in both ways; `naive` where it is chosen on the repeats on which it is compared, which luck favours. Rows of part `measured` are what `auto` itself measured.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def compared(
     return [*rows, *over]
 
 
-def hindsight(speed: dict[str, np.ndarray], mine: str = "auto") -> dict[str, Any]:
+def hindsight(speed: dict[str, np.ndarray], mine: str) -> dict[str, Any]:
     """``mine`` over the best fixed choice: chosen on one half of the repeats and compared on the other, and chosen where it is compared."""
     fixed = [name for name in speed if name not in ("auto", AGAIN, ALONE)]
     halves = np.arange(len(speed[mine])) % 2

@@ -44,8 +44,10 @@ COLUMNS = [
     "ratio",
     "gain",
     "predicted_gain",
+    "share_of_gain",
+    "draft_slowdown",
+    "verify_slowdown",
 ]
-SLOWER = ["share_of_gain", "draft_slowdown", "verify_slowdown"]
 SEARCHED = [
     "draft",
     "batch",
@@ -105,7 +107,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
             if s.most:
                 found += searched(s, name, decoder, rows)
     s.save(out + found)
-    print(table(out, [*COLUMNS, *SLOWER]), "\n\n" + table(found, SEARCHED) if found else "")
+    print(table(out, COLUMNS), "\n\n" + table(found, SEARCHED) if found else "")
     errors = [
         abs(r["ratio"] - 1) for r in out if r["mode"] != "serial"
     ]  # the model is fitted to serial rounds

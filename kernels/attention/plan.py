@@ -86,9 +86,8 @@ class AttentionPlan:
         None  # if set, it computes every layer instead of a backend
     )
     ordered: ClassVar[bool] = True  # slot numbers are positions (except for a tree's nodes)
-    bounded: ClassVar[bool] = (
-        False  # positions are a text's, which the model supports, or of tokens that nothing reads
-    )
+    # Whether every position is one that the model supports, or that of a token whose results are not used.
+    bounded: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_counts(self.rows, self.first, self.counts)

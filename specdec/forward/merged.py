@@ -21,9 +21,8 @@ class Merged:
 
     def __init__(self, groups: Sequence[tuple[Any, ...]]):
         self._groups = groups
-        self._copies: dict[
-            int, tuple[Tensor, Tensor | None, list[int]]
-        ] = {}  # from each projection to its group's end
+        # By projection: the weights, biases and sizes from it to the end of its group.
+        self._copies: dict[int, tuple[Tensor, Tensor | None, list[int]]] = {}
 
     @property
     def bytes(self) -> int:

@@ -34,7 +34,7 @@ class Auto(Framed):
     Attributes:
         decoder: chooses for every row and round. rows: of every method that keeps one draft and length in the decoder's pool, of ``none`` there, and of plain
             decoding without a pool, at each batch.
-        selector: the decoder's. builders: by method, of a decoder with nothing else.
+        selector: the decoder's. builders: by method, of a decoder that uses no other.
     """
 
     decoder: Decoder
@@ -48,7 +48,7 @@ class Auto(Framed):
         return {row["batch"]: row["method"] for row in self.rows if row["best"]}
 
     def fixed(self, batch: int) -> Decoder:
-        """A decoder that does only what is fastest at a batch: without a pool, it has nothing to choose, and less to do in a round.
+        """A decoder that always uses the method that was fastest at a batch. It has no pool, so it chooses nothing, and does less in a round.
 
         Raises:
             ValueError: the batch was not measured.

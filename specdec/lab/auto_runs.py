@@ -154,8 +154,8 @@ def estimates(
 
 
 def share_once(whole: float, half: float, rows: float, fewer: float) -> float:
-    """The share of ``whole`` seconds, of ``rows`` rows, that do not depend on their number, since ``fewer`` rows take ``half``. Where these are hardly fewer,
-    it is 0."""
+    """``rows`` rows take ``whole`` seconds, and ``fewer`` rows take ``half``: the share of ``whole`` that does not depend on the number of rows; 0 where
+    the two numbers hardly differ."""
     if whole <= 0 or rows - fewer <= FEWER * rows:
         return 0.0
     each = (whole - half) / (rows - fewer)

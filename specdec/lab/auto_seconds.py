@@ -60,13 +60,13 @@ def measured_seconds(
     read = {name: reads[id(arm.draft)] for name, arm in arms.items()}
     idle = {name: [_idle(runs[name], one, sizes, rest[name], draft[name]) for one in kinds] for name in arms}
     several = [B for B in sizes if B > 1]
-    shares = {
-        number[name]: {B: _once(runs[name], half, runs["none"], B) for B in several}
+    # At batch 1 nothing can be told apart, so its shares are those of the next size.
+    once = {
+        number[name]: [
+            _once(runs[name], half, runs["none"], max(B, several[0])) if several else (0.0, 0.0)
+            for B in sizes
+        ]
         for name, half in halves.items()
-    }
-    once = {  # at batch 1 nothing can be told apart: the shares are those of the next size
-        d: [share[B] if B > 1 else share[several[0]] if several else (0.0, 0.0) for B in sizes]
-        for d, share in shares.items()
     }
     draft_once, verify_once, verify = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     for name in arms:

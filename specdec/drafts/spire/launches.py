@@ -1,7 +1,7 @@
 """The blocks of SPIRe's draft on a GPU in half precision, with one launch for the operators between two products (``forward.llama_triton``).
 
 With merged products and one launch for attention, a block is nine launches, and the keys and values of a layer's memory vectors are three.
-Operator by operator they are some 26 and 11, and a captured chain waits for each.
+Operator by operator they are several times as many, and a captured chain waits for each.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SpireLaunches:
 
     @staticmethod
     def of(body: Any) -> SpireLaunches | None:
-        """For a body where it is now, if it can be."""
+        """For a body that ``LlamaTriton`` suits where it is now; ``None`` for others."""
         return SpireLaunches(body) if LlamaTriton.suits(body) else None
 
     def refresh(self) -> None:
