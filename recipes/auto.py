@@ -22,7 +22,7 @@ import numpy as np
 
 import specdec as sd
 from specdec import zoo
-from specdec.lab.bootstrap import FIGURES, mean_interval
+from specdec.lab.bootstrap import FIGURES, geometric
 from specdec.lab.clock import shuffled
 from specdec.lab.console import progress, table
 from specdec.lab.options import option, parse
@@ -144,12 +144,6 @@ def hindsight(speed: dict[str, np.ndarray], mine: str) -> dict[str, Any]:
     best = max(fixed, key=lambda name: speed[name].mean())
     naive = geometric(speed[mine] / speed[best])["ratio"]
     return geometric(ratios) | {"naive": naive, "best": best, "chosen": chosen}
-
-
-def geometric(ratios: np.ndarray) -> dict[str, float]:
-    """The geometric mean, with a 95 % interval."""
-    ends = np.exp([np.log(ratios).mean(), *mean_interval(np.log(ratios))])
-    return dict(zip(("ratio", "ratio_low", "ratio_high"), ends.tolist()))
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ RECIPES = [
     "decide",
     "untrained",
     "bench",
+    "llama_cpp",
     "compare_checkouts",
     "cpu_floor",
     "prefix_cache",

@@ -21,6 +21,12 @@ def mean_interval(values: np.ndarray, draws: int = DRAWS) -> tuple[float, float]
     return interval(clusters.sums(values) / len(values))
 
 
+def geometric(ratios: np.ndarray) -> dict[str, float]:
+    """The geometric mean of ratios ``[n]`` of paired repeats, with ``mean_interval`` of their logarithms: ``ratio``, ``ratio_low`` and ``ratio_high``."""
+    logs = np.log(ratios)
+    return dict(zip(FIGURES[3:6], np.exp([logs.mean(), *mean_interval(logs)]).tolist()))
+
+
 class Clusters:
     """Draws of clusters with replacement; two statistics with the same draws are paired.
 

@@ -1,0 +1,141 @@
+"""Models as GGUF, read back by transformers' own reader, and the comparison with llama.cpp against a server that answers by rule."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from recipe_runs import imported, report
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from specdec import zoo
+from specdec.lab.gguf_file import write_gguf
+
+SERVER = """#!{python}
+import json, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+options = sys.argv[1:]
+if "--version" in options:
+    sys.exit("version: 7")
+print("system_info: n_threads = 1 | CPU : AVX2 = 1 |", flush=True)
+value = lambda name: options[options.index(name) + 1]
+assert open(value("-m"), "rb").read(4) == b"GGUF" and value("-t") == "1"
+accepted = {{"ngram-map-k": 2, "draft-simple": 4}}[value("--spec-type")] if "--spec-type" in options else 0
+if "-md" in options:
+    assert open(value("-md"), "rb").read(4) == b"GGUF" and value("--spec-draft-n-max") in "23"
+known = {known}
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        n = asked["n_predict"]
+        assert asked["id_slot"] < int(value("-np"))
+        times = {{"predicted_n": n, "predicted_ms": 500.0 + 500.0 * (asked["id_slot"] == 1), "draft_n_accepted": accepted}}
+        body = json.dumps({{"tokens": known[json.dumps(asked["prompt"])][:n], "timings": times}}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+ThreadingHTTPServer(("127.0.0.1", int(value("--port"))), Answers).serve_forever()
+"""
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(ids).logits
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_transformers_reads_the_same_model(tmp_path, bfloat16):
+    model, tokenizer = zoo.load("pocket-tiny")
+    write_gguf(model, tokenizer, tmp_path / "m.gguf", bfloat16)
+    same = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+    ids = torch.tensor([tokenizer("def add(a, b):\n    return a")["input_ids"]])
+    assert torch.equal(logits(same, ids), logits(model.float(), ids))
+    texts = ["class Stack:\n    pass  # ünïcode", "x = {1: 'a'}\n\n\n"]
+    read = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    assert [read(text)["input_ids"] for text in texts] == [tokenizer(text)["input_ids"] for text in texts]
+
+
+def test_grouped_heads_and_a_head_of_its_own(tmp_path):
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**shape, num_key_value_heads=2, vocab_size=4096, tie_word_embeddings=False)
+    model = LlamaForCausalLM(config).eval()
+    write_gguf(model, zoo.load("pocket-tiny")[1], tmp_path / "m.gguf")
+    same = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    assert torch.equal(logits(same, ids), logits(model, ids))
+
+
+def test_what_is_not_written_is_refused(tmp_path):
+    tokenizer = zoo.load("pocket-tiny")[1]
+    config = LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+    model = LlamaForCausalLM(config)
+    config.attention_bias = True
+    with pytest.raises(ValueError, match=r"convert_hf_to_gguf\.py"):
+        write_gguf(model, tokenizer, tmp_path / "m.gguf")
+    config.attention_bias, config.rope_parameters["rope_type"] = False, "llama3"
+    with pytest.raises(ValueError, match="'llama3' is not written"):
+        write_gguf(model, tokenizer, tmp_path / "m.gguf")
+
+
+def test_the_comparison(tmp_path, monkeypatch, capsys):
+    with imported("llama_cpp") as recipe:
+        settings = {
+            "batches": (1, 2),
+            "temperatures": (0.0,),
+            "context": 24,
+            "new_tokens": 9,
+            "lengths": (3,),
+        }
+        plain, prompts = {}, []
+        entries = recipe.pieces(recipe.shipped(), zoo.load("pocket-tiny")[1], 24, 1)[:2]
+        decoder = recipe.sd.decoder("pocket-tiny").greedy().build()
+        for entry in entries:
+            prompts.append(list(entry.given))
+            plain[json.dumps(prompts[-1])] = decoder.generate(prompts[-1], 9, eos_token_id=()).ids[0]
+        plain[json.dumps(prompts[1])][4] += 1  # another text
+        server = tmp_path / "llama-server"
+        server.write_text(SERVER.format(python=sys.executable, known=repr(plain)))
+        server.chmod(0o755)
+        file = tmp_path / "c.json"
+        pocket = {"target": "pocket-tiny", "draft": "pocket-140k", "server": str(server)}
+        recipe.main(recipe.Settings(**settings, **pocket, repeats=2, json=str(file)))
+    rows = [row for row in report(file) if row["part"] == "speed"]
+    assert len(rows) == 2 * 3 * 3
+    theirs = {(row["batch"], row["method"]): row for row in rows if row["engine"] == "llama.cpp, bfloat16"}
+    assert theirs[1, "plain"]["tokens_per_second"] == pytest.approx(2 * 8 / (0.5 + 0.5))
+    assert theirs[2, "plain"]["tokens_per_second"] == pytest.approx(2 * 8 / 1.0)
+    assert [theirs[1, m]["tau"] for m in ("plain", "ngram", "draft, k = 3")] == pytest.approx(
+        [1, 16 / 12, 16 / 8]
+    )
+    assert {row["same_texts"] for row in rows if row["engine"] == "specdec"} == {1.0}
+    assert {row["same_texts"] for row in theirs.values()} == {0.5}
+    assert all(row["ratio_low"] <= row["ratio"] <= row["ratio_high"] for row in theirs.values())
+    assert "version: 7\nCPU : AVX2 = 1\n" in capsys.readouterr().out
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path):
+    bad = tmp_path / "llama-server"
+    bad.write_text("#!/bin/sh\necho error: unknown model\nexit 1\n")
+    bad.chmod(0o755)
+    with imported("llama_cpp") as recipe:
+        small = {"target": "pocket-tiny", "draft": "pocket-140k", "batches": (1,), "context": 24}
+        with pytest.raises(SystemExit, match="unknown model"):
+            recipe.main(recipe.Settings(**small, server=str(bad)))
+        with pytest.raises(SystemExit, match="no such program: give the llama-server"):
+            recipe.main(recipe.Settings(server="no-such-server"))
+        with pytest.raises(SystemExit, match="give two, the target"):
+            recipe.main(recipe.Settings(server=str(bad), gguf=("a.gguf",)))
