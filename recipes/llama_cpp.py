@@ -7,7 +7,11 @@ runs for each method, precision and batch, and waits while others run. Prompts a
 server itself: from a batch's first token to its last. This library is timed in the same way. All run alternately, in changing orders; figures are medians.
 
 Precisions of llama.cpp: float32 has weights, keys and values in float32, as here; bfloat16 has weights in bfloat16 and, by its default, keys and values
-in float16. The draft proposes --lengths tokens in both programs. Both lookups propose up to four; llama.cpp's is the fastest of its kinds on validation prompts.
+in float16; there, activations and sums are rounded, too. The draft proposes --lengths tokens in both programs, and lookups propose four. llama.cpp's settings were
+chosen for speed on validation prompts (without its flash attention, it is faster here). Its tokens a round count a text's last round, which may be cut short; here
+such rounds are left out. It cannot draw the end token; here the end token is drawn, and texts continue.
+
+With --random, plain decoding only, of a larger model: its time is that of its weights, and the host's matters less.
 
 Pocket models are written as GGUF (pip install gguf). For other models, --gguf takes the files of target and draft, made by llama.cpp's converter, and is
 compared as precision file.
@@ -19,16 +23,17 @@ import json
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from shutil import which
 from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 from typing import Any, Literal
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import checkout  # noqa: F401
@@ -45,9 +50,13 @@ from specdec.lab.prompt_file import pieces, shipped
 from specdec.lab.recipe import Recipe
 from specdec.lab.runs import Case, Sample, decode, interleave
 
-LOOKUP = ["--spec-type", "ngram-map-k", "--spec-ngram-map-k-size-n", "2", "--spec-ngram-map-k-size-m", "4"]
-"""The fastest lookup of llama.cpp on validation prompts; of its types, and of searches for one token or more."""
+LOOKUP = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "2", "--spec-ngram-simple-size-m", "4"]
+"""The fastest lookup of llama.cpp on validation prompts that keeps nothing of other texts."""
+SERVER = ["-no-kvu", "-fa", "off", "-cram", "0"]
+"""The fastest way to run it there, with one row or many; prompts stay in their slots."""
 OURS = "specdec"
+TURN = 1000
+"""Between the seeds of repeats."""
 START_SECONDS = 60.0
 """A server that is not ready by then has failed."""
 
@@ -58,6 +67,9 @@ class Settings(Recipe):
     target: str = option("pocket-target", "pocket model, hub id or folder")
     draft: str = option("pocket-vanilla", "the same for the draft")
     gguf: tuple[str, ...] = option((), "files of target and draft (default: written from the models)")
+    random: tuple[int, int] | None = option(
+        None, "instead, plain decoding of a target with random weights", metavar=("LAYERS", "WIDTH")
+    )
     batches: tuple[int, ...] = option((1, 4, 16), "rows decoded together")
     temperatures: tuple[float, ...] = option((0.0, 1.0), "0 is greedy (default: 0 1)")
     context: int = option(256, "prompt tokens")
@@ -72,10 +84,11 @@ class Server:
     """A running llama-server.
 
     Attributes:
-        url: where it listens. printed: its log.
+        url: where it listens. drafts: whether it has a draft model. printed: its log.
     """
 
     url: str
+    drafts: bool
     printed: Path
 
     @property
@@ -84,30 +97,32 @@ class Server:
         lines = self.printed.read_text(errors="replace").splitlines()
         return next((line[line.index("CPU :") :].strip(" |") for line in lines if "CPU :" in line), "")
 
+    @property
+    def said(self) -> str:
+        """The last lines of its log."""
+        return "".join(self.printed.read_text(errors="replace").splitlines(True)[-5:])
+
     def complete(
-        self, ids: list[int], slot: int, temperature: float, seed: int, tokens: int
-    ) -> dict[str, Any]:
-        """Its answer to a prompt, with ``tokens`` and ``timings``."""
-        asked = {
-            "prompt": ids,
-            "id_slot": slot,
-            "n_predict": tokens,
-            "temperature": temperature,
-            "seed": seed,
-            "samplers": ["temperature"],
-            "ignore_eos": True,
-            "return_tokens": True,
-        }
-        request = Request(
-            f"{self.url}/completion", json.dumps(asked).encode(), {"Content-Type": "application/json"}
-        )
+        self, rows: list[list[int]], tokens: int, temperature: float, seed: int
+    ) -> list[dict[str, Any]]:
+        """Its answers to prompts that it begins together, with ``tokens`` and ``timings``.
+
+        Raises:
+            SystemExit: it refuses them, or does not answer; with the last lines of its log.
+        """
+        greedy = {"samplers": ["top_k"], "top_k": 1}
+        asked = {"prompt": rows, "n_predict": tokens, "ignore_eos": True, "return_tokens": True, "seed": seed}
+        asked |= {"samplers": ["temperature"], "temperature": temperature} if temperature else greedy
+        kind = {"Content-Type": "application/json"}
         try:
-            with urlopen(request, timeout=600) as answer:
-                return json.load(answer)
-        except HTTPError as refused:
-            raise SystemExit(
-                f"llama-server refuses a prompt: {refused.read().decode(errors='replace')}"
-            ) from None
+            with urlopen(
+                Request(f"{self.url}/completion", json.dumps(asked).encode(), kind), timeout=600
+            ) as answer:
+                said = json.load(answer)
+        except OSError as error:
+            why = error.read().decode(errors="replace") if isinstance(error, HTTPError) else str(error)
+            raise SystemExit(f"llama-server does not answer ({why}):\n{self.said}") from None
+        return said if isinstance(said, list) else [said]
 
 
 @contextmanager
@@ -117,7 +132,7 @@ def serving(
     """A server of a model for ``rows`` requests at a time.
 
     Raises:
-        SystemExit: it ends, or is not ready after a minute; with the last lines that it printed.
+        SystemExit: it ends, or is not ready after a minute; with the last lines of its log.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -126,18 +141,17 @@ def serving(
     threads = [text for name in ("-t", "-tb", "-td", "-tbd") for text in (name, str(s.threads))]
     kinds = [text for name in ("-ctk", "-ctv", "-ctkd", "-ctvd") for text in (name, "f32")]
     command = [s.server, "-m", str(model), *options, *threads, *(kinds if precision == "float32" else ())]
-    command += ["--port", str(port), "-np", str(rows), "-c", str(rows * each)]
+    command += [*SERVER, "--port", str(port), "-np", str(rows), "-c", str(rows * each)]
     progress(f"starting {command[0]} for {rows} rows")
-    printed = folder / f"{port}.log"
-    with printed.open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+    made = Server(f"http://127.0.0.1:{port}", "-md" in options, folder / f"{port}.log")
+    with made.printed.open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:
-            url, late = f"http://127.0.0.1:{port}", monotonic() + START_SECONDS
-            while not _ready(url):
+            late = monotonic() + START_SECONDS
+            while not _ready(made.url):
                 if process.poll() is not None or monotonic() > late:
-                    said = "".join(printed.read_text(errors="replace").splitlines(True)[-5:])
-                    raise SystemExit(f"{' '.join(command)} did not start:\n{said}")
+                    raise SystemExit(f"{' '.join(command)} did not start:\n{made.said}")
                 sleep(0.1)
-            yield Server(url, printed)
+            yield made
         finally:
             process.kill()
 
@@ -146,28 +160,57 @@ def _ready(url: str) -> bool:
     try:
         with urlopen(f"{url}/health", timeout=5) as answer:
             return answer.status == 200
-    except (URLError, OSError):
+    except OSError:
         return False
 
 
-def theirs(server: Server, prompts: list[list[int]], batch: int, temperature: float, s: Settings) -> Sample:
-    """All prompts through a server, in batches, timed by it from a batch's first token to its last."""
-    tokens, accepted, seconds, ids = 0, 0, 0.0, list[list[int]]()
-    with ThreadPoolExecutor(batch) as pool:
-        for i in range(0, len(prompts), batch):
-            jobs = [(prompts[i + j], j, temperature, s.seed + i + j) for j in range(batch)]
-            for n in (0, s.new_tokens):  # the first time, prompts are read
-                answers = list(pool.map(lambda job, n=n: server.complete(*job, n), jobs))
-            times = [answer["timings"] for answer in answers]
-            tokens += sum(t["predicted_n"] - 1 for t in times)
-            accepted += sum(t.get("draft_n_accepted", 0) for t in times)
-            seconds += max(t["predicted_ms"] for t in times) / 1000
-            ids += [answer["tokens"] for answer in answers]
+def theirs(
+    server: Server,
+    prompts: list[list[int]],
+    batch: int,
+    temperature: float,
+    s: Settings,
+    turns: Iterator[int],
+) -> Sample:
+    """All prompts through a server, in batches, timed by it from a batch's first token to its last.
+
+    Raises:
+        SystemExit: a text is too short, prompts were not in the cache, or nothing was drafted.
+    """
+    tokens, drafted, accepted, seconds, ids = 0, 0, 0, 0.0, list[list[int]]()
+    seed = s.seed + TURN * next(turns)
+    for i in range(0, len(prompts), batch):
+        rows = prompts[i : i + batch]
+        server.complete(rows, 0, temperature, seed)
+        answers = server.complete(rows, s.new_tokens, temperature, seed + i)
+        times = [answer["timings"] for answer in answers]
+        if [t["predicted_n"] for t in times] != [s.new_tokens] * len(rows):
+            raise SystemExit(
+                f"llama-server ends texts before {s.new_tokens} tokens: give fewer --new-tokens or a smaller --context"
+            )
+        if any(t["cache_n"] < s.context - 1 for t in times):
+            raise SystemExit(f"llama-server has lost prompts that it had read:\n{server.said}")
+        tokens += sum(t["predicted_n"] - 1 for t in times)
+        drafted += sum(t.get("draft_n", 0) for t in times)
+        accepted += sum(t.get("draft_n_accepted", 0) for t in times)
+        seconds += max(t["predicted_ms"] for t in times) / 1000
+        ids += [answer["tokens"] for answer in answers]
+    if server.drafts and not drafted:
+        raise SystemExit(f"llama-server drafts nothing:\n{server.said}")
     return Sample(tokens, seconds, ids, tokens / (tokens - accepted))
+
+
+def ours(
+    decoder: sd.Decoder, prompts: list[list[int]], batch: int, s: Settings, turns: Iterator[int]
+) -> Sample:
+    """The same here."""
+    return decode(decoder, prompts, batch, s.new_tokens, s.seed + TURN * next(turns))
 
 
 def speculation(s: Settings, little: Path) -> dict[str, list[str]]:
     """Options of llama-server by method."""
+    if s.random:
+        return {"plain": []}
     draft = ["--spec-type", "draft-simple", "-md", str(little), "--spec-draft-n-max"]
     return {"plain": [], "ngram": LOOKUP, **{f"draft, k = {k}": [*draft, str(k)] for k in s.lengths}}
 
@@ -196,6 +239,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
     with short_errors(), TemporaryDirectory() as folder, ExitStack() as running:
         model, tokenizer = load(s.target, torch.float32, "cpu")
         small, _ = load(s.draft, torch.float32, "cpu")
+        model = model if s.random is None else untrained(s, model)
         entries = shipped(None, s.split)
         prompts = [list(entry.given) for entry in pieces(entries, tokenizer, s.context, 1)][: max(s.batches)]
         made = files(s, model, small, tokenizer, Path(folder))
@@ -224,6 +268,18 @@ def main(s: Settings) -> list[dict[str, Any]]:
     return rows
 
 
+def untrained(s: Settings, like: Any) -> Any:
+    """A Llama with random weights and the vocabulary of ``like``, whose weights are of bfloat16."""
+    assert s.random is not None
+    layers, width = s.random
+    heads = max(1, width // 64)
+    config = deepcopy(like.config)
+    config.update({"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": width * 11 // 4})
+    config.update({"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": width // heads})
+    torch.manual_seed(s.seed)
+    return type(like)(config).bfloat16().float().eval()
+
+
 COLUMNS = ("temperature", "batch", "method", "engine", "tau", "tokens_per_second", "ratio_to_plain")
 COLUMNS += ("ratio", "ratio_low", "ratio_high", "same_texts")
 
@@ -241,14 +297,15 @@ def alternating(
         base = target.sampling(temperature=temperature)
         mine = {"plain": base.build(), "ngram": base.draft(sd.drafts.NGram(), 4).build()}
         mine |= {f"draft, k = {k}": base.draft(small, k).build() for k in s.lengths}
+        mine = {"plain": mine["plain"]} if s.random else mine
         for batch in s.batches:
             place = (batch, s.context, temperature)
             for method, decoder in mine.items():
-                run = partial(decode, decoder, prompts, batch, s.new_tokens, s.seed)
+                run = partial(ours, decoder, prompts, batch, s, count())
                 cases.append(Case(OURS, method, *place, run))
             for (rows, method, precision), server in servers.items():
                 if rows == batch:
-                    run = partial(theirs, server, prompts, batch, temperature, s)
+                    run = partial(theirs, server, prompts, batch, temperature, s, count())
                     cases.append(Case(f"llama.cpp, {precision}", method, *place, run))
     for case in cases:
         progress(f"{case.engine} {case.method} batch {case.batch}: once, uncounted")
@@ -264,6 +321,8 @@ def row(case: Case, cases: Sequence[Case]) -> dict[str, Any]:
         (c.engine, c.method): c for c in cases if (c.batch, c.temperature) == (case.batch, case.temperature)
     }
     made = {"part": "speed", **case.row(at[case.engine, "plain"]), "same_texts": None}
+    if case.engine != OURS:
+        made["peak_bytes"] = None
     if not case.temperature:
         texts = at[OURS, "plain"].samples[0].ids
         made["same_texts"] = sum(one == other for one, other in zip(case.samples[0].ids, texts)) / len(texts)

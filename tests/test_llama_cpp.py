@@ -23,7 +23,7 @@ if "--version" in options:
 print("system_info: n_threads = 1 | CPU : AVX2 = 1 |", flush=True)
 value = lambda name: options[options.index(name) + 1]
 assert open(value("-m"), "rb").read(4) == b"GGUF" and value("-t") == "1"
-accepted = {{"ngram-map-k": 2, "draft-simple": 4}}[value("--spec-type")] if "--spec-type" in options else 0
+accepted = {{"ngram-simple": 2, "draft-simple": 4}}[value("--spec-type")] if "--spec-type" in options else 0
 if "-md" in options:
     assert open(value("-md"), "rb").read(4) == b"GGUF" and value("--spec-draft-n-max") in "23"
 known = {known}
@@ -36,10 +36,14 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        n = asked["n_predict"]
-        assert asked["id_slot"] < int(value("-np"))
-        times = {{"predicted_n": n, "predicted_ms": 500.0 + 500.0 * (asked["id_slot"] == 1), "draft_n_accepted": accepted}}
-        body = json.dumps({{"tokens": known[json.dumps(asked["prompt"])][:n], "timings": times}}).encode()
+        n, answers = asked["n_predict"], []
+        assert len(asked["prompt"]) <= int(value("-np")) and asked["samplers"] == ["top_k"]
+        for row, prompt in enumerate(asked["prompt"]):
+            times = {{"predicted_n": n, "predicted_ms": 500.0 + 500.0 * row, "cache_n": len(prompt) - 1}}
+            if accepted:
+                times |= {{"draft_n": 6, "draft_n_accepted": {drafts}}}
+            answers.append({{"tokens": known[json.dumps(prompt)][:n], "timings": times}})
+        body = json.dumps(answers if len(answers) > 1 else answers[0]).encode()
         self.send_response(200)
         self.end_headers()
         self.wfile.write(body)
@@ -86,8 +90,10 @@ def test_what_is_not_written_is_refused(tmp_path):
     config.attention_bias = True
     with pytest.raises(ValueError, match=r"convert_hf_to_gguf\.py"):
         write_gguf(model, tokenizer, tmp_path / "m.gguf")
-    config.attention_bias, config.rope_parameters["rope_type"] = False, "llama3"
-    with pytest.raises(ValueError, match="'llama3' is not written"):
+    config.attention_bias, config.rope_parameters["rope_type"], config.hidden_act = False, "llama3", "gelu"
+    with pytest.raises(
+        ValueError, match="a model with hidden_act 'gelu', rope_type 'llama3', vocab_size 64 is not written"
+    ):
         write_gguf(model, tokenizer, tmp_path / "m.gguf")
 
 
@@ -108,7 +114,7 @@ def test_the_comparison(tmp_path, monkeypatch, capsys):
             plain[json.dumps(prompts[-1])] = decoder.generate(prompts[-1], 9, eos_token_id=()).ids[0]
         plain[json.dumps(prompts[1])][4] += 1  # another text
         server = tmp_path / "llama-server"
-        server.write_text(SERVER.format(python=sys.executable, known=repr(plain)))
+        server.write_text(SERVER.format(python=sys.executable, known=repr(plain), drafts="accepted"))
         server.chmod(0o755)
         file = tmp_path / "c.json"
         pocket = {"target": "pocket-tiny", "draft": "pocket-140k", "server": str(server)}
@@ -116,7 +122,9 @@ def test_the_comparison(tmp_path, monkeypatch, capsys):
     rows = [row for row in report(file) if row["part"] == "speed"]
     assert len(rows) == 2 * 3 * 3
     theirs = {(row["batch"], row["method"]): row for row in rows if row["engine"] == "llama.cpp, bfloat16"}
-    assert theirs[1, "plain"]["tokens_per_second"] == pytest.approx(2 * 8 / (0.5 + 0.5))
+    assert theirs[1, "plain"]["tokens_per_second"] == pytest.approx(
+        2 * 8 / (0.5 + 0.5)
+    )  # each text by itself
     assert theirs[2, "plain"]["tokens_per_second"] == pytest.approx(2 * 8 / 1.0)
     assert [theirs[1, m]["tau"] for m in ("plain", "ngram", "draft, k = 3")] == pytest.approx(
         [1, 16 / 12, 16 / 8]
@@ -125,6 +133,17 @@ def test_the_comparison(tmp_path, monkeypatch, capsys):
     assert {row["same_texts"] for row in theirs.values()} == {0.5}
     assert all(row["ratio_low"] <= row["ratio"] <= row["ratio_high"] for row in theirs.values())
     assert "version: 7\nCPU : AVX2 = 1\n" in capsys.readouterr().out
+
+
+def test_a_larger_target_with_random_weights():
+    with imported("llama_cpp") as recipe:
+        settings = recipe.Settings(random=(2, 128))
+        model = recipe.untrained(settings, zoo.load("pocket-tiny")[0])
+    shape = model.config
+    assert (shape.num_hidden_layers, shape.hidden_size, shape.intermediate_size) == (2, 128, 352)
+    assert (shape.num_attention_heads, shape.head_dim, shape.vocab_size) == (2, 64, 4096)
+    assert all(torch.equal(weight, weight.bfloat16().float()) for weight in model.parameters())
+    assert list(recipe.speculation(settings, None)) == ["plain"]
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path):
@@ -139,3 +158,24 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
             recipe.main(recipe.Settings(server="no-such-server"))
         with pytest.raises(SystemExit, match="give two, the target"):
             recipe.main(recipe.Settings(server=str(bad), gguf=("a.gguf",)))
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        ({"predicted_n": 3, "cache_n": 23, "draft_n": 1}, "ends texts before 4 tokens"),
+        ({"predicted_n": 4, "cache_n": 0, "draft_n": 1}, "lost prompts"),
+        ({"predicted_n": 4, "cache_n": 23}, "drafts nothing"),
+    ],
+)
+def test_answers_that_would_compare_something_else(times, said):
+    class Stub:
+        drafts, said = True, "its log"
+
+        def complete(self, rows, *_):
+            return [{"tokens": [1] * 4, "timings": {"predicted_ms": 1.0, **times}} for _ in rows]
+
+    with imported("llama_cpp") as recipe:
+        settings = recipe.Settings(context=24, new_tokens=4)
+        with pytest.raises(SystemExit, match=said):
+            recipe.theirs(Stub(), [[1] * 24], 1, 0.0, settings, iter([0]))

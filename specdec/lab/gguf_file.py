@@ -86,15 +86,26 @@ def tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _check(config: Any, tokenizer: dict[str, Any]) -> None:
-    rotary = (config.rope_parameters or {}).get("rope_type")
-    if config.model_type != "llama" or config.attention_bias or config.mlp_bias or rotary != "default":
+    plain = {"model_type": "llama", "attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+    found = {name: getattr(config, name) for name in plain}
+    found["rope_type"] = (config.rope_parameters or {}).get("rope_type")
+    other = {name: value for name, value in found.items() if value != plain.get(name, "default")}
+    split = tokenizer["pre_tokenizer"] or {}
+    if tokenizer["model"]["type"] != "BPE" or split.get("type") != "ByteLevel":
+        other["tokenizer"] = "not a byte-level BPE"
+    elif split["add_prefix_space"] or not split["use_regex"]:
+        other["tokenizer"] = "not split like that of GPT-2"
+    if config.eos_token_id in (None, []):
+        other["eos_token_id"] = config.eos_token_id
+    highest = max(
+        [*tokenizer["model"]["vocab"].values(), *(added["id"] for added in tokenizer["added_tokens"])]
+    )
+    if highest >= config.vocab_size:
+        other["vocab_size"] = config.vocab_size
+    if other:
+        shown = ", ".join(f"{name} {value!r}" for name, value in other.items())
         raise ValueError(
-            f"a {config.model_type} with rope_type {rotary!r} is not written: only a Llama without biases, with plain rotary angles; "
-            "convert others with llama.cpp's convert_hf_to_gguf.py"
-        )
-    if tokenizer["model"]["type"] != "BPE" or (tokenizer["pre_tokenizer"] or {}).get("type") != "ByteLevel":
-        raise ValueError(
-            "the tokenizer is not a byte-level BPE: convert the model with llama.cpp's convert_hf_to_gguf.py"
+            f"a model with {shown} is not written: convert it with llama.cpp's convert_hf_to_gguf.py"
         )
 
 
@@ -111,5 +122,5 @@ def _add_tokenizer(w: Any, gguf: Any, config: Any, tokenizer: dict[str, Any]) ->
     w.add_token_types(kinds)
     w.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
     w.add_add_bos_token(False)
-    if config.eos_token_id is not None:
-        w.add_eos_token_id(config.eos_token_id)
+    ends = config.eos_token_id
+    w.add_eos_token_id(ends[0] if isinstance(ends, list) else ends)

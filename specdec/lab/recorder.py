@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from specdec import tree
-from specdec.audit.siblings import sibling_chances
+from specdec.audit.siblings import distinct_chances, sibling_chances
 from specdec.audit.tau import chances
-from specdec.audit.truncated import Known, sibling_bounds
-from specdec.capabilities import VerifierInfo
+from specdec.audit.truncated import Known, distinct_bounds, sibling_bounds
+from specdec.capabilities import Siblings, VerifierInfo
 from specdec.lab.recorded import Recorded
 from specdec.lab.traces import Law, Trace
 from specdec.rng import Rng
@@ -27,7 +27,7 @@ class Recorder:
     Args:
         trace: of the texts. which: ``[C]`` numbers of texts, one a row. ids: ``[C, T]`` their tokens, padded. prompt: ``[C]`` tokens of the prompts.
             k: the longest path. stand_in: the target, if it is not computed. strays: accept up to two nodes of the text, so that blocks start at other
-            positions, for the check that a draft depends on the text alone.
+            positions, for the check that a draft depends on the text alone. siblings: how the children of a node are drawn.
         watch: called for every round of chains with the numbers ``[R]`` of the texts, the starts ``[R]`` of their blocks, the distributions ``[R, N, V]`` from which
             the tokens were drawn, and whether each of them comes after tokens of the text ``[R, N]``.
     Attributes:
@@ -48,6 +48,7 @@ class Recorder:
     k: int
     stand_in: Recorded | None = None
     strays: bool = False
+    siblings: Siblings = "independent"
     watch: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
     info: VerifierInfo = VerifierInfo("recorder", lossless=True)
 
@@ -175,15 +176,20 @@ class Recorder:
             if proposal.probs is None:
                 self.accept[row, start, depth] = self.high[row, start, depth] = float(bool(on_text))
             else:
-                drawn_from = {sources[n] for n in children}
+                drawn_from = [sources[n] for n in children]
+                apart = self.siblings == "distinct"
                 if len({below[n] for n in children}) > 1:
                     raise ValueError(f"siblings have subtrees of different sizes{_NOT_STATIC}")
-                if len(drawn_from) > 1:
+                if len(set(drawn_from)) > 1 and not apart:
                     raise ValueError(f"siblings were drawn from different distributions{_NOT_STATIC}")
-                q = proposal.probs[b, drawn_from.pop()].double().cpu()
+                q = proposal.probs[b, drawn_from[0]].double().cpu()
+                if apart and int((q > 0).sum()) < len(children):
+                    raise ValueError(
+                        f"a node has more children than its distribution has tokens{_NOT_STATIC}"
+                    )
                 self._must_follow(torch.tensor(not on_text and float(q[x]) > 0))
                 self.q[row, start, depth] = q[x]
-                both = _siblings(law, at, self.own[row, at], q, len(children), x)
+                both = _siblings(law, at, self.own[row, at], q, len(children), x, apart)
                 self.accept[row, start, depth], self.high[row, start, depth] = both
             if not on_text:
                 break
@@ -191,17 +197,22 @@ class Recorder:
         return path[1:]
 
 
-_NOT_STATIC = (
-    ": this is not a static tree of independent siblings, and a replay would be wrong; use lab.simulate"
-)
+_NOT_STATIC = ": this is not a static tree of siblings that were drawn independently or without replacement, and a replay would be wrong; use lab.simulate"
 
 
-def _siblings(law: Law, at: int, own: Tensor, q: Tensor, m: int, token: int) -> tuple[Tensor, Tensor]:
-    """Bounds of the probability that one of ``m`` independent siblings, drawn from ``q [V]``, was accepted as ``token``."""
+def _siblings(
+    law: Law, at: int, own: Tensor, q: Tensor, m: int, token: int, apart: bool
+) -> tuple[Tensor, Tensor]:
+    """Bounds of the probability that one of ``m`` siblings, drawn from ``q [V]``, was accepted as ``token``. ``apart``: without replacement."""
     x = torch.tensor(token)
     if law.ids is None:
-        exact = sibling_chances(law.probs[at].double(), q.expand(m, -1), x).sum().clamp(max=1)
+        p = law.probs[at].double()
+        each = distinct_chances(p, q, x, m) if apart else sibling_chances(p, q.expand(m, -1), x)
+        exact = each.sum().clamp(max=1)
         return exact, exact
     known = Known(law.ids[at], law.probs[at].double(), law.rest[at].double(), x, own)
+    if apart:
+        low, high = (bound.sum().clamp(max=1) for bound in distinct_bounds(known, q, m))
+        return low, high
     low, high = sibling_bounds(known, q, m, together=True)
     return low[-1], high[-1]

@@ -53,7 +53,8 @@ def replay(
 ) -> Replay:
     """What a draft does along recorded texts, exactly.
 
-    Exact are chains, and static trees whose siblings are drawn independently or chosen without randomness. The draft's distributions may depend on
+    Exact are chains, and static trees whose siblings are drawn independently, without replacement (two of a node, or more with a small vocabulary), or
+    chosen without randomness. The draft's distributions may depend on
     the text and on where the block started, and on nothing else: not on what was accepted or dropped before, nor on the target's scores.
 
     Args:
@@ -184,7 +185,7 @@ class Run:
         prompt = torch.tensor([t.prompt for t in some])
         stand_in = Recorded(trace, texts) if self.stands_in else None
         watch = None if strays else self.watch
-        recorder = Recorder(trace, texts, ids, prompt, k, stand_in, strays, watch)
+        recorder = Recorder(trace, texts, ids, prompt, k, stand_in, strays, self.part.info.siblings, watch)
         target: Any = self.target if stand_in is None else stand_in
         draft = self.part.bound(self.target or target, self.sampling)
         how = self.sampling if stand_in is None else Sampling()  # of logits that are not read
