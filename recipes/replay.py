@@ -10,8 +10,8 @@ how many standard errors of their difference they are apart. Selectors are playe
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import checkout  # noqa: F401
 import numpy as np
@@ -20,11 +20,13 @@ import torch
 import specdec as sd
 from specdec import lab, selectors, zoo
 from specdec.audit.rounds import efficiency
+from specdec.drafts import heads
+from specdec.drafts.siblings import Distinct
 from specdec.drafts.spire import SpireModel
 from specdec.drafts.stops import Confidence, MaxProb, Stops
-from specdec.lab.console import table
+from specdec.lab.console import short_errors, table
 from specdec.lab.options import option, parse
-from specdec.lab.prompt_file import pieces, shipped
+from specdec.lab.prompt_file import entries_from, pieces
 from specdec.lab.recipe import Recipe
 from specdec.lab.selection import Requests, RoundTimes
 from specdec.lab.selection_runs import SelectorReplay
@@ -33,6 +35,9 @@ from specdec.models import Windowed
 
 @dataclass(frozen=True)
 class Settings(Recipe):
+    prompts: str | None = option(
+        None, "JSON-lines file of prompts (default: the held-out ones)", metavar="FILE"
+    )
     context: int = option(96, "tokens of each prompt")
     per_prompt: int = option(2, "prompts cut from one text")
     count: int | None = option(None, "use the first texts only", metavar="N")
@@ -41,25 +46,35 @@ class Settings(Recipe):
     k: int = option(4, "the longest path of a block")
 
 
+KEPT = 64
 SECONDS = RoundTimes(((1e-3, 0.0),) * 3, (1e-3, 0.0, 0.0), (0.0,) * 3)  # these selectors do not look at them
 
 
 class Path(NamedTuple):
-    """A way to decode: a part of the decoder, how it is replayed, and the decoder's settings; ``policy``: the draft's rule, for the replay."""
+    """A way to decode: a part of the decoder, how it is replayed, and the decoder's settings.
+
+    Attributes:
+        chances: how a replay's tokens are accepted. policy: the draft's rule, for the replay. few: whether only the ``KEPT`` largest probabilities of the
+            target are recorded.
+    """
 
     part: str
     path: str
     method: str
     draft: Any
     verifier: Any = sd.Rejection()
+    chances: Literal["rejection", "block"] = "rejection"
     policy: Stops = None
+    few: bool = False
 
 
 def paths(target: sd.HFModel) -> list[Path]:
     small = sd.HFModel(*zoo.load("pocket-vanilla"))
     spire = SpireModel.from_pretrained(zoo.FOLDER / "pocket-spire", target.model, dtype=torch.float32)
+    chain = sd.drafts.Model(small)
+    head = heads.load(zoo.FOLDER / "pocket-eagle3", target)
     return [
-        Path("draft", "chain", "vanilla", sd.drafts.Model(small)),
+        Path("draft", "chain", "vanilla", chain),
         Path(
             "draft",
             "chain, cooler draft",
@@ -71,9 +86,25 @@ def paths(target: sd.HFModel) -> list[Path]:
         Path("draft", "view of the target", "magicdec", sd.drafts.MagicDec(64, 1)),
         Path("draft", "point masses", "ngram", sd.drafts.NGram()),
         Path("draft", "static tree, independent siblings", "tree 3, 2, 1", sd.drafts.Tree(small, (3, 2, 1))),
-        Path("verifier", "block verification", "vanilla", sd.drafts.Model(small), sd.BlockVerification()),
+        Path(
+            "draft",
+            "static tree, siblings without replacement",
+            "tree 2, 2, 1",
+            sd.drafts.Tree(small, (2, 2, 1), siblings=Distinct()),
+        ),
+        Path(
+            "draft",
+            "static tree of point masses",
+            "EAGLE-3, tree 3, 2, 1",
+            sd.drafts.Head(head, heads.StaticTree.of_widths((3, 2, 1))),
+        ),
+        Path("trace", f"the {KEPT} largest probabilities", "vanilla", chain, few=True),
+        Path("verifier", "block verification", "vanilla", chain, sd.BlockVerification(), "block"),
+        Path("verifier", "traversal, of a chain", "vanilla", chain, sd.Traversal(), "block"),
+        Path("verifier", "k-SEQ, of a chain", "vanilla", chain, sd.KSeq()),
+        Path("verifier", "optimal transport, of a chain", "vanilla", chain, sd.OptimalTransport()),
         *(
-            Path("policy", path, "vanilla", sd.drafts.Model(small, stop=stop), policy=stop)
+            Path("policy", path, "vanilla", replace(chain, stop=stop), policy=stop)
             for path, stop in (
                 ("stops where unsure", MaxProb(0.4)),
                 ("stops after an unlikely token", Confidence(0.4)),
@@ -85,22 +116,23 @@ def paths(target: sd.HFModel) -> list[Path]:
 def main(s: Settings) -> None:
     s.begin()
     target = sd.HFModel(*zoo.load("pocket-target"))
-    some = pieces(shipped()[: s.count], target.tokenizer, s.context, s.per_prompt)
+    with short_errors():
+        some = pieces(entries_from(s.prompts)[: s.count], target.tokenizer, s.context, s.per_prompt)
     entries = [entry for entry in some for _ in range(s.repeats)]
     prompts = [list(entry.given) for entry in some]
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
+        how = {"new_tokens": s.new_tokens, "k": s.k, "eos_token_id": (), "seed": s.seed}
         taps = range(target.model.config.num_hidden_layers)
-        trace = lab.record(
-            target, entries, folder, s.new_tokens, s.k, None, taps, eos_token_id=(), seed=s.seed
-        )
+        trace = lab.record(target, entries, folder, taps=taps, **how)
+        few = lab.record(target, entries, other, keep=KEPT, **how)
         print(trace)
         for path in paths(target):
             # A policy is applied to the replay of the whole draft.
             draft = path.draft if path.policy is None else sd.drafts.Model(path.draft.model)
-            replay = lab.replay(trace, draft, s.k, target)
+            replay = lab.replay(few if path.few else trace, draft, s.k, target)
             replay = replay if path.policy is None else replay.stopping(path.policy)
-            accept = replay.chances("block" if path.part == "verifier" else "rejection")
+            accept = replay.chances(path.chances)
             # As live, a text ends after its budget, and blocks near the end are shorter.
             expected = (
                 efficiency(accept, cut=True, lengths=replay.size)

@@ -4,8 +4,8 @@ Nothing is measured: FLOPs and bytes of each step are counted and divided by a m
 multiplier = throughput over plain decoding's = tau / (k draft steps + 1 verify step, in plain steps). tau is the paper's, k = 4.
 
 fig1 B = 64 over contexts; fig3 operational intensity; fig4 multipliers over batch and context; fig5 ablations at (64, 512); fig6
-Llama 3 70B; growing: a generation of --new-tokens that ends at each context; l_crit: the smallest power of two from which SPIRe's
-multiplier grows with the batch, up to 128, for both shapes; not_overlapped: compute and memory one after the other; full_terms: with
+Llama 3 70B; growing: a generation of --new-tokens that ends at each context; growing_llama: the same of
+Llama 3 70B; l_crit: the smallest power of two from which SPIRe's multiplier grows with the batch, up to 128, for both shapes; not_overlapped: compute and memory one after the other; full_terms: with
 (un)embedding, attention, KV writes and KV refresh; cost: units of the target's training. Takes a few seconds.
 """
 
@@ -72,7 +72,10 @@ def figures(s: Settings) -> list[Row]:
         *grid("fig4", target, methods, tau, hardware),
         *ablations(target, hardware),
         *grid("fig6", paper.LLAMA_70B, paper.LLAMA_METHODS, tau, hardware, BATCHES, LONG_CONTEXTS),
-        *growth(target, methods, tau, hardware, s.new_tokens),
+        *growth("growing", target, methods, tau, hardware, CONTEXTS, s.new_tokens),
+        *growth(
+            "growing_llama", paper.LLAMA_70B, paper.LLAMA_METHODS, tau, hardware, LONG_CONTEXTS, s.new_tokens
+        ),
         *critical(tau["spire"], hardware),
         *grid("not_overlapped", target, methods, tau, hardware.not_overlapped),
         *grid("full_terms", replace(target, vocab=s.vocab), with_vocab, tau, hardware, full=True),
@@ -134,22 +137,22 @@ def ablations(target: Shape, hardware: Hardware) -> list[Row]:
 
 
 def growth(
+    figure: str,
     target: Shape,
     methods: Mapping[str, Method],
     tau: Mapping[str, float],
     hardware: Hardware,
+    contexts: tuple[int, ...],
     new_tokens: int,
 ) -> list[Row]:
-    """As fig4, with times summed while the context grows; ``context`` is the length at the end of the generation."""
+    """As ``grid``, with times summed while the context grows; ``context`` is the length at the end of the generation."""
     rows = []
     for name, method in methods.items():
-        for batch, context in product(BATCHES, CONTEXTS):
+        for batch, context in product(BATCHES, contexts):
             if context > new_tokens:
                 load = Load(batch, context - new_tokens, paper.K)
                 multiplier = growing(method, target, load, tau[name], hardware, new_tokens)
-                rows.append(
-                    row("growing", name, batch, context, multiplier, tau[name], new_tokens=new_tokens)
-                )
+                rows.append(row(figure, name, batch, context, multiplier, tau[name], new_tokens=new_tokens))
     return rows
 
 
@@ -237,6 +240,7 @@ HEAT = {
     "fig4": "Throughput multiplier (modelled)",
     "fig6": "Throughput multiplier, Llama 3 70B (modelled)",
     "growing": "Throughput multiplier of a generation of {new_tokens} tokens, by the context at its end",
+    "growing_llama": "Throughput multiplier of such a generation, Llama 3 70B",
     "not_overlapped": "Throughput multiplier, compute and memory not overlapped",
     "full_terms": "Throughput multiplier with (un)embedding, attention, KV writes and KV refresh",
 }

@@ -563,6 +563,7 @@ def test_the_recipe(tmp_path):
         "fig5",
         "fig6",
         "growing",
+        "growing_llama",
         "l_crit",
         "not_overlapped",
         "full_terms",
@@ -581,7 +582,9 @@ def test_the_recipe(tmp_path):
         assert [(r["method"], r["batch"], r["context"]) for r in of[figure]] == there
     assert {r["shape"]: r["context"] for r in of["l_crit"]} == {"paper": 32, "llama_3_70b": 4096}
     assert {r["context"] for r in of["fig6"]} == {2**i for i in range(10, 21)}
-    assert len(of["fig6"]) == 3 * 8 * 11
+    assert len(of["fig6"]) == len(of["growing_llama"]) == 3 * 8 * 11
+    fixed, grows = (found(of[name], "spire", 128, 2**20) for name in ("fig6", "growing_llama"))
+    assert grows == pytest.approx(fixed, rel=1e-3)  # 64 tokens change little of a million
     fig4 = {(r["method"], r["batch"], r["context"]): r["multiplier"] for r in of["fig4"]}
     for (name, batch), printed in PRINTED.items():
         assert [round(fig4[name, batch, c], 2) for c in CONTEXTS[2:]] == printed

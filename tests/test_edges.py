@@ -300,3 +300,11 @@ def test_a_name_that_is_no_model_is_refused_at_once(monkeypatch):
         sd.decoder("some/model")
     assert asked == ["nope", "some/nope", "some/model"]
     assert time.perf_counter() - began < 10
+
+
+def test_from_pretrained_takes_pocket_models():
+    model = sd.HFModel.from_pretrained("pocket-tiny")
+    assert (model.model.dtype, model.tokenizer.vocab_size) == (torch.float32, 4096)
+    assert sd.HFModel.from_pretrained("pocket-tiny", dtype="bfloat16").model.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"a SPIRe draft .* give drafts\.Spire"):
+        sd.HFModel.from_pretrained("pocket-spire")

@@ -24,6 +24,7 @@ from specdec.audit.adversaries import Remembers
 from specdec.audit.block import block_chances
 from specdec.audit.planted import LooksThenDrops
 from specdec.audit.tau import efficiency, magicdec_chances, parallel_chances, spire_chances
+from specdec.drafts.siblings import Distinct, Independent
 from specdec.drafts.spire import SpireModel
 from specdec.executors import Pipelined
 from specdec.lab import recorder, timing
@@ -102,6 +103,7 @@ LIVE = {
     "chain": (lambda: small(), K),
     "point masses": (lambda: sd.drafts.NGram(), K),
     "tree": (lambda: sd.drafts.Tree(small(), (2, 2, 1)), K),
+    "distinct": (lambda: sd.drafts.Tree(small(), (2, 2, 1), siblings=Distinct()), K),
     "block": (lambda: small(), K),
 }
 
@@ -146,6 +148,8 @@ def test_live_decoding_agrees(kind, target, tmp_path, monkeypatch):
         monkeypatch.setattr(recorder, "chances", lambda p, q: turned(q, p))
         one = recorder.sibling_chances
         monkeypatch.setattr(recorder, "sibling_chances", lambda p, q, x: one(q[0], p.expand(len(q), -1), x))
+        two = recorder.distinct_chances
+        monkeypatch.setattr(recorder, "distinct_chances", lambda p, q, x, m: two(q, p, x, m))
         wrong = ends(lab.replay(trace, make(), k, batch=64, cache=False).accept)
         assert apart(wrong, counted) > 6
 
@@ -362,7 +366,32 @@ def test_texts_end_at_an_end_token(target, tmp_path):
     assert all(abs(found.tokens[i] - text.rounds) < 1e-9 for i, text in enumerate(trace.texts) if text.ended)
 
 
-def test_the_largest_probabilities_are_enough_for_chains(target, trace, tmp_path):
+def test_siblings_without_replacement(target, tmp_path):
+    """Of two of them, the expected share of the text that one round accepts, as by hand from p and q."""
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.1, 0.2, 0.7])
+    trace = lab.record(table(p), [[0]] * 4, tmp_path / "t", 30, 1, progress=False)
+    tree = sd.drafts.Tree(table(q), (2,), siblings=Distinct())
+    found = lab.replay(trace, tree, 1).accept
+    first = torch.minimum(p, q)
+    rest = (p - q).clamp(min=0) / (p - q).clamp(min=0).sum()
+    chance = []
+    for x in range(3):
+        later = [
+            float((q - p).clamp(min=0)[y] * torch.minimum(rest[x], q[x] / (1 - q[y])))
+            for y in range(3)
+            if y != x
+        ]
+        chance.append((float(first[x]) + sum(later)) / float(p[x]))
+    for text, chances in zip(trace.texts, found):
+        wanted = [chance[x] for x in text.ids[text.prompt + 1 :][: text.rounds]]
+        assert chances[: text.rounds, 0].tolist() == pytest.approx(wanted, abs=1e-6)
+    narrow = sd.drafts.Tree(table([1.0, 0.0, 0.0]), (2,), siblings=Distinct())
+    with pytest.raises(ValueError, match="more children than its distribution has tokens"):
+        lab.replay(trace, narrow, 1)
+
+
+@pytest.mark.parametrize("siblings", [Independent(), Distinct()])
+def test_the_largest_probabilities_are_enough_for_chains(target, trace, tmp_path, siblings):
     few = lab.record(target, prompts(6), tmp_path / "t", keep=4, **HOW)
     assert [text.ids for text in few.texts] == [text.ids for text in trace.texts]
     law = few.law(2)
@@ -371,7 +400,7 @@ def test_the_largest_probabilities_are_enough_for_chains(target, trace, tmp_path
     torch.testing.assert_close(whole.gather(1, law.ids), law.probs)
     one, other = (lab.replay(t, small(), K).accept for t in (few, trace))
     torch.testing.assert_close(one, other)
-    tree = sd.drafts.Tree(small(), (2, 2))
+    tree = sd.drafts.Tree(small(), (2, 2), siblings=siblings)
     exact, bounded = (lab.replay(t, tree, 2) for t in (trace, few))
     assert (bounded.accept <= exact.accept + 1e-6).all()
     assert (exact.accept <= bounded.high + 1e-6).all()

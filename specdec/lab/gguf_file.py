@@ -87,7 +87,7 @@ def tensors(model: Any) -> dict[str, torch.Tensor]:
 
 def _check(config: Any, tokenizer: dict[str, Any]) -> None:
     plain = {"model_type": "llama", "attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
-    found = {name: getattr(config, name) for name in plain}
+    found = {name: value for name, value in config.to_dict().items() if name in plain}
     found["rope_type"] = (config.rope_parameters or {}).get("rope_type")
     other = {name: value for name, value in found.items() if value != plain.get(name, "default")}
     split = tokenizer["pre_tokenizer"] or {}

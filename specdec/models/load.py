@@ -27,9 +27,11 @@ _DAMAGE = (SafetensorError, pickle.UnpicklingError, json.JSONDecodeError, EOFErr
 
 
 def load(name: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
-    """The model of a local folder or a hub id; of a multimodal one its language model. Errors as for ``HFModel.from_pretrained``."""
+    """The model of a local folder or a hub id, or a pocket model; of a multimodal one its language model. Errors as for ``HFModel.from_pretrained``."""
     _check_arguments(kwargs.get("dtype"), kwargs.get("device_map"))
-    folder = Path(name).is_dir()
+    if (place := _place(name)) != name and kwargs.get("dtype", "auto") == "auto":
+        kwargs["dtype"] = "float32"  # as pocket models are read everywhere
+    name, folder = place, Path(place).is_dir()
     if folder:
         _check_folder(Path(name), kwargs)
     elif Path(name).is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1:
@@ -75,8 +77,14 @@ def _loaded(name: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
             raise error from None
 
 
+def _place(name: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The folder of a pocket model; other names as they are."""
+    return zoo.FOLDER / name if name in zoo.names() and not Path(name).exists() else name
+
+
 def load_tokenizer(name: str | os.PathLike[str]) -> Any:
     """The tokenizer of a hub id, or of the model in a folder (of an adapter without one, its base model's); ``None`` for a folder that has none."""
+    name = _place(name)
     folder = zoo.tokenizer_folder(Path(name)) if Path(name).is_dir() else name
     if folder is None:
         base = _base_of(Path(name))
