@@ -72,7 +72,7 @@ def paths(target: sd.HFModel) -> list[Path]:
     small = sd.HFModel(*zoo.load("pocket-vanilla"))
     spire = SpireModel.from_pretrained(zoo.FOLDER / "pocket-spire", target.model, dtype=torch.float32)
     chain = sd.drafts.Model(small)
-    head = heads.load(zoo.FOLDER / "pocket-eagle3", target)
+    head = heads.load(zoo.FOLDER / "pocket-medusa", target)
     return [
         Path("draft", "chain", "vanilla", chain),
         Path(
@@ -95,7 +95,7 @@ def paths(target: sd.HFModel) -> list[Path]:
         Path(
             "draft",
             "static tree of point masses",
-            "EAGLE-3, tree 3, 2, 1",
+            "Medusa, tree 3, 2, 1",
             sd.drafts.Head(head, heads.StaticTree.of_widths((3, 2, 1))),
         ),
         Path("trace", f"the {KEPT} largest probabilities", "vanilla", chain, few=True),

@@ -306,5 +306,5 @@ def test_from_pretrained_takes_pocket_models():
     model = sd.HFModel.from_pretrained("pocket-tiny")
     assert (model.model.dtype, len(model.tokenizer)) == (torch.float32, 4096)
     assert sd.HFModel.from_pretrained("pocket-tiny", dtype="bfloat16").model.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"a SPIRe draft .* give drafts\.Spire"):
+    with pytest.raises(ValueError, match=r"a SPIRe draft, .* give drafts\.Spire"):
         sd.HFModel.from_pretrained("pocket-spire")
