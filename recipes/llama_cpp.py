@@ -4,14 +4,14 @@
 
 llama.cpp is its own program, llama-server, built for this processor: in its source, `cmake -B build && cmake --build build --target llama-server`. A server
 runs for each method, precision and batch, and waits while others run. Prompts are in its cache before the clock starts, and only decoding is timed, by the
-server itself: from a batch's first token to its last. This library is timed in the same way. All run alternately, in changing orders; figures are medians.
+server itself: from a batch's first token to its last. This library is timed in the same way. All run alternately, in changing orders. Speeds are medians; ratio is the geometric mean over paired repeats.
 
-Precisions of llama.cpp: float32 has weights, keys and values in float32, as here; bfloat16 has weights in bfloat16 and, by its default, keys and values
-in float16; there, activations and sums are rounded, too. The draft proposes --lengths tokens in both programs, and lookups propose four. llama.cpp's settings were
-chosen for speed on validation prompts (without its flash attention, it is faster here). Its tokens a round count a text's last round, which may be cut short; here
-such rounds are left out. It cannot draw the end token; here the end token is drawn, and texts continue.
+Precisions of llama.cpp: float32 has weights, keys and values in float32, as here. bfloat16 has weights in bfloat16 and, by its default, keys and values
+in float16, and also rounds activations. The draft proposes --lengths tokens in both programs, and lookups propose four. The server's options were chosen for speed on
+validation prompts: flash attention is off, since llama.cpp is faster without it on a CPU. Its tokens per round include the last round of a text, which may be cut
+short; this library leaves such rounds out. The server cannot draw the end token; here it is drawn, and the text goes on.
 
-With --random, plain decoding only, of a larger model: its time is that of its weights, and the host's matters less.
+With --random, only plain decoding is timed, of a larger model with random weights: reading these then takes most of the time, and Python's overhead matters less.
 
 Pocket models are written as GGUF (pip install gguf). For other models, --gguf takes the files of target and draft, made by llama.cpp's converter, and is
 compared as precision file.
