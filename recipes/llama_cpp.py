@@ -236,6 +236,8 @@ def main(s: Settings) -> list[dict[str, Any]]:
         )
     if s.gguf and len(s.gguf) != 2:
         raise SystemExit(f"--gguf: {len(s.gguf)} files: give two, the target's and the draft's")
+    if s.gguf and s.random:
+        raise SystemExit("--random writes files of its own: leave --gguf out")
     with short_errors(), TemporaryDirectory() as folder, ExitStack() as running:
         model, tokenizer = load(s.target, torch.float32, "cpu")
         small, _ = load(s.draft, torch.float32, "cpu")

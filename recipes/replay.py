@@ -46,7 +46,6 @@ class Settings(Recipe):
     k: int = option(4, "the longest path of a block")
 
 
-KEPT = 64
 SECONDS = RoundTimes(((1e-3, 0.0),) * 3, (1e-3, 0.0, 0.0), (0.0,) * 3)  # these selectors do not look at them
 
 
@@ -54,8 +53,7 @@ class Path(NamedTuple):
     """A way to decode: a part of the decoder, how it is replayed, and the decoder's settings.
 
     Attributes:
-        chances: how a replay's tokens are accepted. policy: the draft's rule, for the replay. few: whether only the ``KEPT`` largest probabilities of the
-            target are recorded.
+        chances: how a replay's tokens are accepted. policy: the draft's rule, for the replay.
     """
 
     part: str
@@ -65,14 +63,13 @@ class Path(NamedTuple):
     verifier: Any = sd.Rejection()
     chances: Literal["rejection", "block"] = "rejection"
     policy: Stops = None
-    few: bool = False
 
 
 def paths(target: sd.HFModel) -> list[Path]:
     small = sd.HFModel(*zoo.load("pocket-vanilla"))
     spire = SpireModel.from_pretrained(zoo.FOLDER / "pocket-spire", target.model, dtype=torch.float32)
     chain = sd.drafts.Model(small)
-    head = heads.load(zoo.FOLDER / "pocket-medusa", target)
+    head = heads.load(zoo.FOLDER / "pocket-medusa", target, dtype=torch.float32)
     return [
         Path("draft", "chain", "vanilla", chain),
         Path(
@@ -98,7 +95,6 @@ def paths(target: sd.HFModel) -> list[Path]:
             "Medusa, tree 3, 2, 1",
             sd.drafts.Head(head, heads.StaticTree.of_widths((3, 2, 1))),
         ),
-        Path("trace", f"the {KEPT} largest probabilities", "vanilla", chain, few=True),
         Path("verifier", "block verification", "vanilla", chain, sd.BlockVerification(), "block"),
         Path("verifier", "traversal, of a chain", "vanilla", chain, sd.Traversal(), "block"),
         Path("verifier", "k-SEQ, of a chain", "vanilla", chain, sd.KSeq()),
@@ -121,16 +117,16 @@ def main(s: Settings) -> None:
     entries = [entry for entry in some for _ in range(s.repeats)]
     prompts = [list(entry.given) for entry in some]
     rows = []
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
-        how = {"new_tokens": s.new_tokens, "k": s.k, "eos_token_id": (), "seed": s.seed}
+    with tempfile.TemporaryDirectory() as folder:
         taps = range(target.model.config.num_hidden_layers)
-        trace = lab.record(target, entries, folder, taps=taps, **how)
-        few = lab.record(target, entries, other, keep=KEPT, **how)
+        trace = lab.record(
+            target, entries, folder, s.new_tokens, s.k, None, taps, eos_token_id=(), seed=s.seed
+        )
         print(trace)
         for path in paths(target):
             # A policy is applied to the replay of the whole draft.
             draft = path.draft if path.policy is None else sd.drafts.Model(path.draft.model)
-            replay = lab.replay(few if path.few else trace, draft, s.k, target)
+            replay = lab.replay(trace, draft, s.k, target)
             replay = replay if path.policy is None else replay.stopping(path.policy)
             accept = replay.chances(path.chances)
             # As live, a text ends after its budget, and blocks near the end are shorter.

@@ -240,7 +240,7 @@ HEAT = {
     "fig4": "Throughput multiplier (modelled)",
     "fig6": "Throughput multiplier, Llama 3 70B (modelled)",
     "growing": "Throughput multiplier of a generation of {new_tokens} tokens, by the context at its end",
-    "growing_llama": "Throughput multiplier of such a generation, Llama 3 70B",
+    "growing_llama": "Throughput multiplier of a generation of {new_tokens} tokens, Llama 3 70B, by the context at its end",
     "not_overlapped": "Throughput multiplier, compute and memory not overlapped",
     "full_terms": "Throughput multiplier with (un)embedding, attention, KV writes and KV refresh",
 }

@@ -335,6 +335,18 @@ def test_siblings_by_hand(m, zeros):
             torch.testing.assert_close(chance * p[:, x, None], flow, rtol=0, atol=1e-12)
 
 
+def test_siblings_of_a_draft_that_is_nearly_certain():
+    """What is left after the draft's best token has no digit in 1 - q."""
+    p = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.7, 0.1]])
+    q = torch.tensor([[0.0, 20.0, 1.2], [0.0, 9.0, 30.0]]).softmax(-1).double()
+    for x in range(3):
+        chance = distinct_chances(p, q, torch.full((2,), x), 2)
+        flow = [by_hand(a, b, 2, True)[:, x] for a, b in zip(p.double().numpy(), q.numpy())]
+        torch.testing.assert_close(
+            chance * p[:, x, None].double(), torch.tensor(np.stack(flow)), rtol=0, atol=1e-7
+        )
+
+
 def test_siblings_of_several_drafts():
     """Merged chains are drawn from different distributions, and the order matters."""
     p, a, b = (sd.TableModel.random(4, 0, seed=seed).probs for seed in (3, 4, 5))

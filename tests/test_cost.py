@@ -585,6 +585,7 @@ def test_the_recipe(tmp_path):
     assert len(of["fig6"]) == len(of["growing_llama"]) == 3 * 8 * 11
     fixed, grows = (found(of[name], "spire", 128, 2**20) for name in ("fig6", "growing_llama"))
     assert grows == pytest.approx(fixed, rel=1e-3)  # 64 tokens change little of a million
+    assert found(of["growing_llama"], "spire", 1, 1024) != found(of["fig6"], "spire", 1, 1024)
     fig4 = {(r["method"], r["batch"], r["context"]): r["multiplier"] for r in of["fig4"]}
     for (name, batch), printed in PRINTED.items():
         assert [round(fig4[name, batch, c], 2) for c in CONTEXTS[2:]] == printed

@@ -308,3 +308,5 @@ def test_from_pretrained_takes_pocket_models():
     assert sd.HFModel.from_pretrained("pocket-tiny", dtype="bfloat16").model.dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"a SPIRe draft, .* give drafts\.Spire"):
         sd.HFModel.from_pretrained("pocket-spire")
+    with pytest.raises(ValueError, match=r"a draft head, .* give it to \.draft"):
+        sd.HFModel.from_pretrained("pocket-medusa")

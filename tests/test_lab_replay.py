@@ -149,7 +149,7 @@ def test_live_decoding_agrees(kind, target, tmp_path, monkeypatch):
         one = recorder.sibling_chances
         monkeypatch.setattr(recorder, "sibling_chances", lambda p, q, x: one(q[0], p.expand(len(q), -1), x))
         two = recorder.distinct_chances
-        monkeypatch.setattr(recorder, "distinct_chances", lambda p, q, x, m: two(q, p, x, m))
+        monkeypatch.setattr(recorder, "distinct_chances", lambda p, q, x, m, **_: two(q, p, x, m))
         wrong = ends(lab.replay(trace, make(), k, batch=64, cache=False).accept)
         assert apart(wrong, counted) > 6
 
@@ -231,6 +231,12 @@ def test_a_lossy_simulation_is_named_and_never_the_best(target, tmp_path):
     assert "lossy, so these texts are not the target's: typical" in repr(decided)
 
 
+TREES = {  # parents, depths, siblings
+    "children of different shapes": ([-1, -1, 0], [0, 0, 1], [0, 1, 0]),
+    "alike": ([-1, -1], [0, 0], [0, 1]),
+}
+
+
 @dataclass(frozen=True)
 class Odd:
     """A chain of independent draws from a table, with something about it that a replay cannot follow."""
@@ -256,6 +262,13 @@ class Odd:
             source = torch.zeros(B, 2, dtype=torch.long)
             tree = sd.Proposal(pair, torch.full((B, 2), -1), size, half[:, :1], "sampled", source)
             return tree, state
+        if self.how in TREES:
+            parents, depths, siblings = (torch.tensor(part).expand(B, -1) for part in TREES[self.how])
+            n = parents.shape[1]
+            key = sd.rng.Key(context.length[:, None].expand(B, n), depths, siblings)
+            tokens = rng.categorical(half[:, :1].expand(B, n, 2), key)
+            source = torch.zeros(B, n, dtype=torch.long)
+            return sd.Proposal(tokens, parents, torch.full((B,), n), half[:, :1], "sampled", source), state
         key = sd.rng.Key(length, 0, depth) if self.how == "keys without depths" else sd.rng.Key(length, depth)
         size = budget
         if self.how == "as long as the last accepted":
@@ -281,6 +294,7 @@ class Odd:
         ("a tree that depends on a draw", "depends on more than the text"),
         ("keys without depths", "was not drawn by"),
         ("reads the target's scores", "sum to inf"),
+        ("children of different shapes", "siblings have different subtrees"),
     ],
 )
 def test_what_a_replay_cannot_follow_is_refused(how, error, coin):
@@ -289,6 +303,17 @@ def test_what_a_replay_cannot_follow_is_refused(how, error, coin):
         return
     with pytest.raises(ValueError, match=error):
         lab.replay(coin, Odd(how), 2, cache=False)
+
+
+def test_siblings_that_are_not_drawn_as_declared_are_refused(coin):
+    """Two draws from one law: independent ones are replayed, and no others."""
+
+    class Declared(Odd):
+        info = replace(Odd.info, siblings="distinct")
+
+    assert lab.replay(coin, Odd("alike"), 1, cache=False).tau > 1.5
+    with pytest.raises(ValueError, match="not drawn without replacement"):
+        lab.replay(coin, Declared("alike"), 1, cache=False)
 
 
 def test_drafts_that_do_not_fit_are_refused(target, trace, tmp_path):
@@ -386,7 +411,7 @@ def test_siblings_without_replacement(target, tmp_path):
         wanted = [chance[x] for x in text.ids[text.prompt + 1 :][: text.rounds]]
         assert chances[: text.rounds, 0].tolist() == pytest.approx(wanted, abs=1e-6)
     narrow = sd.drafts.Tree(table([1.0, 0.0, 0.0]), (2,), siblings=Distinct())
-    with pytest.raises(ValueError, match="more children than its distribution has tokens"):
+    with pytest.raises(ValueError, match="not drawn without replacement"):
         lab.replay(trace, narrow, 1)
 
 

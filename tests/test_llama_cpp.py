@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
+import gguf
 import pytest
 import torch
 from recipe_runs import imported, report
@@ -23,6 +24,7 @@ if "--version" in options:
 print("system_info: n_threads = 1 | CPU : AVX2 = 1 |", flush=True)
 value = lambda name: options[options.index(name) + 1]
 assert open(value("-m"), "rb").read(4) == b"GGUF" and value("-t") == "1"
+assert "-lv" in options or ("-ctk" in options) == ("float32" in value("-m"))
 accepted = {{"ngram-simple": 2, "draft-simple": 4}}[value("--spec-type")] if "--spec-type" in options else 0
 if "-md" in options:
     assert open(value("-md"), "rb").read(4) == b"GGUF" and value("--spec-draft-n-max") in "23"
@@ -65,6 +67,8 @@ def logits(model, ids):
 def test_transformers_reads_the_same_model(tmp_path, bfloat16):
     model, tokenizer = zoo.load("pocket-tiny")
     write_gguf(model, tokenizer, tmp_path / "m.gguf", bfloat16)
+    stored = {t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors if len(t.shape) > 1}
+    assert stored == {"BF16" if bfloat16 else "F32"}
     same = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
     ids = torch.tensor([tokenizer("def add(a, b):\n    return a")["input_ids"]])
     assert torch.equal(logits(same, ids), logits(model.float(), ids))
@@ -88,7 +92,9 @@ def test_what_is_not_written_is_refused(tmp_path):
     config = LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
     model = LlamaForCausalLM(config)
     config.attention_bias = True
-    with pytest.raises(ValueError, match=r"convert_hf_to_gguf\.py"):
+    with pytest.raises(
+        ValueError, match=r"with attention_bias True, vocab_size 64 is not .* convert_hf_to_gguf\.py"
+    ):
         write_gguf(model, tokenizer, tmp_path / "m.gguf")
     config.attention_bias, config.rope_parameters["rope_type"], config.hidden_act = False, "llama3", "gelu"
     with pytest.raises(
@@ -131,7 +137,10 @@ def test_the_comparison(tmp_path, monkeypatch, capsys):
     )
     assert {row["same_texts"] for row in rows if row["engine"] == "specdec"} == {1.0}
     assert {row["same_texts"] for row in theirs.values()} == {0.5}
-    assert all(row["ratio_low"] <= row["ratio"] <= row["ratio_high"] for row in theirs.values())
+    mine = {(row["batch"], row["method"]): row for row in rows if row["engine"] == "specdec"}
+    for place, row in theirs.items():
+        over = mine[place]["tokens_per_second"] / row["tokens_per_second"]
+        assert row["ratio_low"] - 1e-6 <= over <= row["ratio_high"] + 1e-6  # the median of two, by a constant
     assert "version: 7\nCPU : AVX2 = 1\n" in capsys.readouterr().out
 
 
@@ -158,6 +167,8 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
             recipe.main(recipe.Settings(server="no-such-server"))
         with pytest.raises(SystemExit, match="give two, the target"):
             recipe.main(recipe.Settings(server=str(bad), gguf=("a.gguf",)))
+        with pytest.raises(SystemExit, match="leave --gguf out"):
+            recipe.main(recipe.Settings(server=str(bad), gguf=("a.gguf", "b.gguf"), random=(1, 64)))
 
 
 @pytest.mark.parametrize(

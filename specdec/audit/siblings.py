@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec.verifiers.acceptance import left_without
+
 
 def sibling_chances(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
     """``[..., m]`` of m siblings that were drawn independently of one another.
@@ -71,13 +73,14 @@ def _flows(left: Tensor, q: Tensor, at: Tensor, m: int) -> list[Tensor]:
     rejected = (z * q - left).clamp(min=0)  # probability that each token was drawn and rejected
     rest = _normalised((left - z * q).clamp(min=0))
     if m == 2:
-        others = q.gather(-1, at) / (1 - q)
-        others = torch.where(q < 1, others, 0).scatter(-1, at, 0)  # of the token, after another was drawn
+        without = left_without(q)
+        others = torch.where(without > 0, q.gather(-1, at) / without, 0)
+        others = others.scatter(-1, at, 0)  # of the token, after another was drawn
         return [mine, torch.minimum(rejected * rest.gather(-1, at), rejected * others).sum(-1)]
     later = [torch.zeros_like(mine) for _ in range(m - 1)]
     for v in range(q.shape[-1]):
-        without = q.index_fill(-1, torch.tensor([v], device=q.device), 0)
-        flows = _flows(rejected[..., v : v + 1] * rest, _normalised(without), at, m - 1)
+        apart = q.index_fill(-1, torch.tensor([v], device=q.device), 0)
+        flows = _flows(rejected[..., v : v + 1] * rest, _normalised(apart), at, m - 1)
         later = [a + b for a, b in zip(later, flows)]
     return [mine, *later]
 

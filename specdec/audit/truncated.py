@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.audit.shapes import laid_out
+from specdec.verifiers.acceptance import left_without
 
 
 class Known(NamedTuple):
@@ -84,7 +85,8 @@ def distinct_bounds(known: Known, q: Tensor, m: int) -> Bounds:
     more = (tokens.own - tokens.q).clamp(min=0)  # what is left of the committed token
     z_low, z_high = tokens.left(torch.ones_like(more))
     q = q.double()
-    others = torch.where(q < 1, tokens.q[..., None] / (1 - q), 0).scatter(-1, known.token[..., None], 0)
+    without = left_without(q)
+    others = torch.where(without > 0, tokens.q[..., None] / without, 0).scatter(-1, known.token[..., None], 0)
 
     def second(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Where z is left: of elder tokens that are known, of the others as if the target never took them, and the most of a unit of these."""

@@ -95,7 +95,11 @@ def _check(config: Any, tokenizer: dict[str, Any]) -> None:
         other["tokenizer"] = "not a byte-level BPE"
     elif split["add_prefix_space"] or not split["use_regex"]:
         other["tokenizer"] = "not split like that of GPT-2"
-    if config.eos_token_id in (None, []):
+    if tokenizer["normalizer"] is not None:
+        other["normalizer"] = tokenizer["normalizer"].get("type")
+    if (tokenizer["post_processor"] or {}).get("special_tokens"):
+        other["post_processor"] = "that adds tokens"
+    if not isinstance(config.eos_token_id, int):
         other["eos_token_id"] = config.eos_token_id
     highest = max(
         [*tokenizer["model"]["vocab"].values(), *(added["id"] for added in tokenizer["added_tokens"])]
@@ -122,5 +126,4 @@ def _add_tokenizer(w: Any, gguf: Any, config: Any, tokenizer: dict[str, Any]) ->
     w.add_token_types(kinds)
     w.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
     w.add_add_bos_token(False)
-    ends = config.eos_token_id
-    w.add_eos_token_id(ends[0] if isinstance(ends, list) else ends)
+    w.add_eos_token_id(config.eos_token_id)

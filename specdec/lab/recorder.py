@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -159,10 +160,10 @@ class Recorder:
         """Notes on one row's tree, of which only the nodes on the text matter; returns these."""
         size = int(proposal.size[b])
         parents, tokens = proposal.parents[b, :size].tolist(), proposal.tokens[b, :size].tolist()
-        below = [1] * size  # nodes of each subtree
+        shape: list[tuple[Any, ...]] = [()] * size  # of each subtree
         for n in reversed(range(size)):
             if parents[n] >= 0:
-                below[parents[n]] += below[n]
+                shape[parents[n]] = (shape[n], *shape[parents[n]])
         path, law = [-1], self._law(self.which[row])
         sources = [] if proposal.probs is None else proposal.sources()[b].tolist()
         for depth in range(self.k):
@@ -178,15 +179,14 @@ class Recorder:
             else:
                 drawn_from = [sources[n] for n in children]
                 apart = self.siblings == "distinct"
-                if len({below[n] for n in children}) > 1:
-                    raise ValueError(f"siblings have subtrees of different sizes{_NOT_STATIC}")
-                if len(set(drawn_from)) > 1 and not apart:
+                if len({shape[n] for n in children}) > 1:
+                    raise ValueError(f"siblings have different subtrees{_NOT_STATIC}")
+                if not apart and len(set(drawn_from)) > 1:
                     raise ValueError(f"siblings were drawn from different distributions{_NOT_STATIC}")
-                q = proposal.probs[b, drawn_from[0]].double().cpu()
-                if apart and int((q > 0).sum()) < len(children):
-                    raise ValueError(
-                        f"a node has more children than its distribution has tokens{_NOT_STATIC}"
-                    )
+                laws = proposal.probs[b, drawn_from if apart else drawn_from[:1]].double().cpu()
+                if apart and not _without_replacement(laws, [tokens[n] for n in children]):
+                    raise ValueError(f"siblings were not drawn without replacement{_NOT_STATIC}")
+                q = laws[0]
                 self._must_follow(torch.tensor(not on_text and float(q[x]) > 0))
                 self.q[row, start, depth] = q[x]
                 both = _siblings(law, at, self.own[row, at], q, len(children), x, apart)
@@ -195,6 +195,17 @@ class Recorder:
                 break
             path.append(on_text[0])
         return path[1:]
+
+
+def _without_replacement(laws: Tensor, tokens: Sequence[int]) -> bool:
+    """Whether each of ``laws [m, V]`` is the first one without the elder siblings' tokens, to the precision of a float32 sum."""
+    left = laws[0].clone()
+    for law, token in zip(laws, tokens):
+        total = float(left.sum())
+        if total <= 0 or float((law - left / total).abs().max()) > 1e-6 + 1e-7 / total:
+            return False
+        left[token] = 0
+    return True
 
 
 _NOT_STATIC = ": this is not a static tree of siblings that were drawn independently or without replacement, and a replay would be wrong; use lab.simulate"
@@ -207,7 +218,7 @@ def _siblings(
     x = torch.tensor(token)
     if law.ids is None:
         p = law.probs[at].double()
-        each = distinct_chances(p, q, x, m) if apart else sibling_chances(p, q.expand(m, -1), x)
+        each = distinct_chances(p, q, x, m, most=512) if apart else sibling_chances(p, q.expand(m, -1), x)
         exact = each.sum().clamp(max=1)
         return exact, exact
     known = Known(law.ids[at], law.probs[at].double(), law.rest[at].double(), x, own)

@@ -160,7 +160,7 @@ class HFModel(Wrapper):
         prefix_cache: int | None = None,
         **kwargs: Any,
     ) -> HFModel:
-        """Load a hub id, a local folder or a pocket model, with its tokenizer if it has one; ``kwargs`` go to ``from_pretrained``.
+        """Load a hub id, a local folder or a pocket model (its "auto" is float32), with its tokenizer if it has one; ``kwargs`` go to ``from_pretrained``.
 
         Raises:
             FileNotFoundError: there is no such folder, or it has no config or weights. ImportError: it is an adapter, and peft is not installed.

@@ -126,6 +126,10 @@ def _check_folder(folder: Path, options: Mapping[str, Any]) -> None:
     if (base := _base_of(folder)) is not None:
         _check_adapter(folder, base, options)
         return
+    if (folder / "head.json").is_file():
+        raise ValueError(
+            f"{str(folder)!r} is a draft head, and no language model: give it to .draft({str(folder)!r})"
+        )
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"{str(folder)!r} has no config.json: it is not the folder of a saved model, or it is incomplete"

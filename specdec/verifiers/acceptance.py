@@ -118,25 +118,33 @@ def _checked(p: Tensor, q: Tensor, k: int = 1) -> tuple[Tensor, Tensor]:
     return p.double(), q.double()
 
 
+def left_without(q: Tensor) -> Tensor:
+    """``[..., V]`` what ``q [..., V]`` has without each token. The sum of the others is taken for the most probable one, of which ``1 - q`` may keep no digit."""
+    top = q.argmax(-1, keepdim=True)
+    others = q.scatter(-1, top, 0).sum(-1, keepdim=True)
+    return (others + q.gather(-1, top) - q).scatter(-1, top, others)
+
+
 def _all_rejected(p: Tensor, q: Tensor, k: int) -> Tensor:
     """The probability that recursive rejection rejects k draws without replacement."""
     if k == 1:
         return 1 - torch.minimum(p, q).sum(-1)
     rejected, rest = (q - p).clamp(min=0), _normalised((p - q).clamp(min=0))
-    # A rejected token has none of the rest, so the second draw is from q / (1 - q of that token) wherever it matters.
+    # A rejected token has none of the rest, so the second draw is from q over what it has without that token, wherever it matters.
     if k == 2:
-        scale = torch.where(q < 1, 1 / (1 - q), 0)
+        left = left_without(q)
+        scale = torch.where(left > 0, 1 / left, 0)
         ratio, order = torch.where(q > 0, rest / q, torch.inf).sort(-1)
         below = torch.nn.functional.pad(rest.gather(-1, order).cumsum(-1), (1, 0))
         above = torch.nn.functional.pad(q.gather(-1, order).flip(-1).cumsum(-1).flip(-1), (0, 1))
         at = torch.searchsorted(ratio, scale.contiguous())
         some = (rejected * (1 - below.gather(-1, at) - scale * above.gather(-1, at))).sum(-1)
         return torch.where((q > 0).any(-1), some, 1)  # nothing is left to draw
-    left = torch.zeros_like(p[..., 0])
+    every = torch.zeros_like(p[..., 0])
     for v in range(q.shape[-1]):
         others = _normalised(q.index_fill(-1, torch.tensor([v], device=q.device), 0))
-        left = left + rejected[..., v] * _all_rejected(rest, others, k - 1)
-    return left
+        every = every + rejected[..., v] * _all_rejected(rest, others, k - 1)
+    return every
 
 
 def _normalised(x: Tensor) -> Tensor:
