@@ -127,3 +127,5 @@ def _add_tokenizer(w: Any, gguf: Any, config: Any, tokenizer: dict[str, Any]) ->
     w.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
     w.add_add_bos_token(False)
     w.add_eos_token_id(config.eos_token_id)
+    if isinstance(config.bos_token_id, int):
+        w.add_bos_token_id(config.bos_token_id)
