@@ -9,7 +9,7 @@ server itself: from a batch's first token to its last. This library is timed in 
 Precisions of llama.cpp: float32 has weights, keys and values in float32, as here. bfloat16 has weights in bfloat16 and, by its default, keys and values
 in float16, and also rounds activations. The draft proposes --lengths tokens in both programs, and lookups propose four. The server's options were chosen for speed on
 validation prompts: flash attention is off, since llama.cpp is faster without it on a CPU. Its tokens per round include the last round of a text, which may be cut
-short; this library leaves such rounds out. The server cannot draw the end token; here it is drawn, and the text goes on.
+short; this library leaves such rounds out. The server cannot draw the end token; this library can, and then the text goes on.
 
 With --random, only plain decoding is timed, of a larger model with random weights: reading these then takes most of the time, and Python's overhead matters less.
 
@@ -53,7 +53,7 @@ from specdec.lab.runs import Case, Sample, decode, interleave
 LOOKUP = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "2", "--spec-ngram-simple-size-m", "4"]
 """The fastest lookup of llama.cpp on validation prompts that keeps nothing of other texts."""
 SERVER = ["-no-kvu", "-fa", "off", "-cram", "0"]
-"""The fastest way to run it there, with one row or many; prompts stay in their slots."""
+"""The server's fastest options on these prompts, with one row or many. It keeps prompts in its slots only."""
 OURS = "specdec"
 TURN = 1000
 """Between the seeds of repeats."""
@@ -203,7 +203,7 @@ def theirs(
 def ours(
     decoder: sd.Decoder, prompts: list[list[int]], batch: int, s: Settings, turns: Iterator[int]
 ) -> Sample:
-    """The same here."""
+    """As ``theirs``, by a decoder of this library."""
     return decode(decoder, prompts, batch, s.new_tokens, s.seed + TURN * next(turns))
 
 
@@ -271,7 +271,7 @@ def main(s: Settings) -> list[dict[str, Any]]:
 
 
 def untrained(s: Settings, like: Any) -> Any:
-    """A Llama with random weights and the vocabulary of ``like``, whose weights are of bfloat16."""
+    """A Llama with the vocabulary of ``like`` and random weights, rounded to bfloat16."""
     assert s.random is not None
     layers, width = s.random
     heads = max(1, width // 64)
@@ -323,12 +323,11 @@ def row(case: Case, cases: Sequence[Case]) -> dict[str, Any]:
         (c.engine, c.method): c for c in cases if (c.batch, c.temperature) == (case.batch, case.temperature)
     }
     made = {"part": "speed", **case.row(at[case.engine, "plain"]), "same_texts": None}
-    if case.engine != OURS:
-        made["peak_bytes"] = None
     if not case.temperature:
         texts = at[OURS, "plain"].samples[0].ids
         made["same_texts"] = sum(one == other for one, other in zip(case.samples[0].ids, texts)) / len(texts)
     if case.engine != OURS:
+        made["peak_bytes"] = None  # of this process, which does not hold the server
         mine, other = ([sample.speed for sample in c.samples] for c in (at[OURS, case.method], case))
         made |= geometric(np.array(mine) / np.array(other))
     return made

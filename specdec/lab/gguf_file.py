@@ -1,4 +1,4 @@
-"""A model of the Llama family as a GGUF file, for llama.cpp, in the precision of its weights or in float32."""
+"""A model of the Llama family as a GGUF file, for llama.cpp, with matrices in float32 or bfloat16."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_gguf(model: Any, tokenizer: Any, path: str | Path, bfloat16: bool = Fa
 
     Args:
         model: a ``LlamaForCausalLM`` without biases and with plain rotary angles. tokenizer: a byte-level BPE. path: of the file.
-        bfloat16: matrices are stored in bfloat16, which loses nothing if their values are of it. By default all is float32.
+        bfloat16: store matrices in bfloat16, which loses nothing if the weights were saved in it. By default all weights are float32.
     Raises:
         ValueError: another kind of model or tokenizer. ModuleNotFoundError: the package gguf is not installed.
     """
