@@ -211,7 +211,7 @@ def test_the_kernels_are_few_operators_and_write_no_tensor_of_the_vocabulary(sma
     for verdict in ("rejection", "fused"):
         made = round_of(verdict, *args)
         made._uniforms = lambda length, depths, stream: numbers[:, : len(depths)]
-        tokens, q, _ = made._chain(None)
+        tokens, q, _ = made._draw(None)
         with Recording() as recording:
             made._decide(args[0], tokens, q, torch.ones(R, K, dtype=torch.bool), made.state[:, 0])
         names.append([str(call[0]) for call in recording.calls])

@@ -31,17 +31,18 @@ from specdec.drafts.spire import SpireModel
 from specdec.executors import Ahead, Serial
 from specdec.graphs.chain import Chain
 from specdec.graphs.ring_chain import RingChain
-from specdec.graphs.whole_round import ACCEPTED, DRAWN, FINITE, WholeRound
+from specdec.graphs.whole_round import ACCEPTED, DRAWN, FINITE, TOKENS, WholeRound
 from specdec.lab import report
 from specdec.lab.captured import keepers
 
-K, TOKEN, OTHER, SHARE = 4, 7, 8, 0.7
-# Milliseconds of the first review, before anything was done about them. It did not measure SPIRe and heads.
+K, TOKEN, OTHER, SHARE, WIDTHS = 4, 7, 8, 0.7, (2, 2, 1, 1)
+# Milliseconds of the first review, before anything was done about them. It did not measure SPIRe, heads and trees.
 GIVEN: dict[str, dict[int, float]] = {
     "plain, greedy": {1: 0.50, 16: 0.63, 64: 0.95},
     "a draft, greedy": {1: 0.72, 16: 1.01, 64: 1.68},
     "a draft, sampled": {1: 1.11, 16: 1.53, 64: 1.96},
     **{"SPIRe, greedy": {}, "SPIRe, sampled": {}, "a head, greedy": {}, "a head, sampled": {}},
+    **{"a tree, greedy": {}, "a tree, sampled": {}},
 }
 
 
@@ -55,7 +56,7 @@ class Still:
         out = body()
         program = body.__self__
         if isinstance(program, WholeRound):
-            self._round(out[0])
+            self._round(out[0], program.shape.tree)
         elif isinstance(program, Chain | HeadChain | RingChain):
             tokens, distributions = out
             tokens.fill_(TOKEN)
@@ -66,10 +67,14 @@ class Still:
             self._logits(out[0])
         return lambda: out
 
-    def _round(self, result: Tensor) -> None:
+    def _round(self, result: Tensor, tree: Any) -> None:
+        accepted = (torch.arange(len(result)) + 2) % self.queries
         result.fill_(TOKEN)
-        result[:, ACCEPTED] = (torch.arange(len(result)) + 2) % self.queries
+        result[:, ACCEPTED] = accepted
         result[:, FINITE : DRAWN + 1] = 1
+        if tree is not None:  # the first child of the first child ...
+            path = torch.tensor([tree.nodes(depth) for depth in range(K)])
+            result[:, TOKENS + tree.nodes(K) :] = torch.where(torch.arange(K) < accepted[:, None], path, -1)
 
     def _logits(self, logits: Tensor) -> None:
         """Token ``TOKEN`` has the share ``SHARE``, and row b's argmax is another one from node ``(b + 2) % 5`` on."""
@@ -93,6 +98,8 @@ def decoders() -> dict[tuple[str, str], sd.Decoder]:
             draft = sd.drafts.Spire(SpireModel.from_target(target, 1), graphs="eager")
         if name.startswith("a head"):
             draft = sd.drafts.Head(Eagle3.from_target(target), graphs="eager")
+        if name.startswith("a tree"):
+            draft = sd.drafts.Tree(small, WIDTHS)
         builder = sd.decoder(target)
         builder = builder if draft is None else builder.draft(draft, K)
         builder = builder.greedy() if name.endswith("greedy") else builder

@@ -44,7 +44,7 @@ class AheadScheduler:
         if micro_batch and stay is not None:
             half.select(stay, micro_batch.cache)
         if micro_batch:
-            drafted = 0 if self.kind is None else self.composition.length
+            drafted = 0 if self.kind is None else self.composition.nodes
             hold(micro_batch.cache, micro_batch.context, most(limits, micro_batch.context) + drafted)
         now = perf_counter()
         round.seconds["total"] = round.seconds["prefill"] = now - self.clock  # type: ignore[index]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import cache
 from time import perf_counter
 from typing import Any, NamedTuple, cast
 
@@ -22,11 +23,15 @@ from specdec.drafts.magicdec.whole_round import ViewDrafting
 from specdec.drafts.model import Model
 from specdec.drafts.spire.draft import Spire
 from specdec.drafts.spire.whole_round import SpireDrafting
+from specdec.drafts.tree import Tree
+from specdec.drafts.tree_round import TreeDrafting
 from specdec.drafts.whole_round import ModelDrafting, class_of
 from specdec.drafts.windowed_round import WindowedDrafting
 from specdec.executors.round import staying
+from specdec.graphs.branches import TreeShape
 from specdec.graphs.drafting import Drafting, Side
 from specdec.graphs.static import SHORTEST, bucket_of, power
+from specdec.graphs.tree_round import TreeRound
 from specdec.graphs.whole_round import ACCEPTED, DRAWN, FINITE, NEXT, TOKENS, RoundShape, WholeRound
 from specdec.kernels.device import to_device
 from specdec.models.masked import Masked
@@ -39,6 +44,7 @@ from specdec.verifiers.coupled import Coupled
 # What drafts in the step.
 DRAFTS: dict[type, Any] = {
     Model: ModelDrafting,
+    Tree: TreeDrafting,
     Spire: SpireDrafting,
     MagicDec: ViewDrafting,
     Head: HeadDrafting,
@@ -89,7 +95,7 @@ class _Flight:
             self.event.record(torch.cuda.current_stream(result.device))
 
     def read(self) -> np.ndarray:
-        """``[R, TOKENS + steps]``; waits for the round."""
+        """As ``WholeRound.run``; waits for the round."""
         if self.event is not None:
             self.event.synchronize()
         return self.result.numpy()
@@ -118,7 +124,11 @@ class Rounds:
         self.cache, self.memory, self.carry = cache, memory, carry
         self.target: Any = composition.target
         self.part = self._part()
+        self.tree = None if self.part is None else self.part.tree(composition.draft, composition.length)
         self.steps = 0 if self.part is None else composition.length
+        self.nodes = self.steps
+        if self.tree is not None:
+            self.steps, self.nodes = len(self.tree.widths), composition.nodes
         self._kind = _kind(composition, self.part is not None)
         self.at = torch.arange(rows.context.batch)
         self.whole, self.stale = rows.context.batch, False
@@ -178,11 +188,11 @@ class Rounds:
         """Launch the next round. ``fresh``: for the rows and lengths of the host; otherwise after the round in flight."""
         reach = self.rows.context.length.numpy()
         if fresh:
-            self.slots, table = hold(self.cache, self.rows.context, self._most() + self.steps)
+            self.slots, table = hold(self.cache, self.rows.context, self._most() + self.nodes)
             self.table = [] if table is None else [table[b] for b in range(len(reach))]
         else:
             reach = np.minimum(reach + (self.steps + 1), self._most())
-        result = self._program(int(reach.max()) + self.steps, fresh).run()
+        result = self._program(int(reach.max()) + self.nodes, fresh).run()
         if fresh:
             pinned = result.is_cuda
             self._host = [torch.empty(result.shape, dtype=torch.long, pin_memory=pinned) for _ in range(2)]
@@ -211,7 +221,7 @@ class Rounds:
         rows = bucket_of([1] * self.rows.context.batch, [1], longest, self.slots).rows
         if self.part is not None and self.part.rows is not None:
             rows = min(rows, self.part.rows)
-        return RoundShape(rows, length, self.steps, *self._kind)
+        return RoundShape(rows, length, self.steps, *self._kind, self.tree)
 
     def _made(self, shape: RoundShape, update: Callable[[Any], None]) -> WholeRound:
         """The program of a shape after ``update``: captured, unless the shape occurs for the first time or cannot be captured."""
@@ -220,7 +230,8 @@ class Rounds:
 
         def make(store: StaticStore) -> WholeRound:
             side = Side(self.target.steps.forward, store, self.target.vocab_size)
-            made = WholeRound(side, part, shape, self.target.device, self.carry)
+            kind: Any = WholeRound if shape.tree is None else TreeRound
+            made: WholeRound = kind(side, part, shape, self.target.device, self.carry)
             made.owner = None if part is None else weakref.ref(self.composition.draft)
             return made
 
@@ -259,7 +270,10 @@ class Rounds:
         """The record of a result, which took ``seconds``."""
         context, composition = self.rows.context, self.composition
         budget = (self.limits.room(context) - 1).clamp(max=composition.length)
-        proposal, verdict = _decisions(found, budget if self.steps else None)
+        if self.tree is None:
+            proposal, verdict = _decisions(found, budget if self.steps else None)
+        else:
+            proposal, verdict = _of_tree(found, budget.clamp(min=0, max=self.steps), self.tree)
         committed, finished = self.limits.apply(context, verdict)
         return Round.of(
             context,
@@ -340,3 +354,28 @@ def _decisions(found: np.ndarray, budget: Tensor | None) -> tuple[Proposal, Verd
     else:
         proposal = Proposal.chain(torch.from_numpy(tokens.copy()), budget)
     return proposal, Verdict(*map(torch.from_numpy, (path, accepted, bonus, new)))
+
+
+def _of_tree(found: np.ndarray, budget: Tensor, tree: TreeShape) -> tuple[Proposal, Verdict]:
+    """As ``_decisions``, for a tree; ``budget [B]``: the nodes of each row's longest path."""
+    upto, parents = _numbers(tree)
+    size, B, total = upto[budget.numpy()], len(found), int(upto[-1])
+    N = int(size.max())
+    accepted, bonus, tokens = found[:, ACCEPTED].copy(), found[:, NEXT].copy(), found[:, TOKENS:]
+    steps = found[:, TOKENS + total : TOKENS + total + N]  # deeper ones are not reached
+    D, rows = steps.shape[1], np.arange(B)
+    path, new = np.full((B, N), -1), np.zeros((B, N + 1), dtype=np.int64)
+    path[:, :D] = steps
+    new[:, :D] = np.where(steps < 0, 0, tokens[rows[:, None], steps])
+    new[rows, accepted] = bonus
+    proposal = Proposal(
+        torch.from_numpy(tokens[:, :N].copy()), parents[:N].expand(B, N), torch.from_numpy(size)
+    )
+    return proposal, Verdict(*map(torch.from_numpy, (path, accepted, bonus, new)))
+
+
+@cache
+def _numbers(tree: TreeShape) -> tuple[np.ndarray, Tensor]:
+    """Nodes on paths of at most 0, 1, ... nodes, and all nodes' parents."""
+    upto = np.array([tree.nodes(longest) for longest in range(len(tree.widths) + 1)])
+    return upto, torch.tensor(tree.parents)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from specdec.cache.ring import Ring
 from specdec.cache.slots import Slots
 from specdec.cache.static import StaticStore
+from specdec.graphs.branches import Branches, Nodes, TreeShape
 from specdec.graphs.programs import Programs
 from specdec.graphs.ring_plan import RingPlans
 from specdec.graphs.static import Forward, StaticPlan
@@ -47,6 +48,7 @@ class Passed(NamedTuple):
         length: ``[R]`` committed tokens before the round. ids: ``[R, steps + 1]`` the tokens that were fed.
         layers: tap -> activations ``[R * (steps + 1), E]``, row after row.
         accepted: ``[R]`` tokens of the chain. bonus: ``[R]`` the token after them.
+        path: ``[R, steps]`` of a tree, its nodes that were accepted, followed by -1; ``ids`` has their tokens, then others. ``None`` for a chain.
     """
 
     length: Tensor
@@ -54,6 +56,7 @@ class Passed(NamedTuple):
     layers: Mapping[int, Tensor]
     accepted: Tensor
     bonus: Tensor
+    path: Tensor | None = None
 
 
 class Side(NamedTuple):
@@ -76,15 +79,43 @@ class Side(NamedTuple):
         Args:
             caught: as for ``Packed.forward``: a list for each layer whose activations ``[R * n, E]`` are wanted.
         """
+        at = first[:, None] + torch.arange(ids.shape[1], device=ids.device)
+        return self._pass(given, ids, at, at, None, keep, caught)
+
+    def feed_nodes(
+        self,
+        given: Given,
+        ids: Tensor,
+        root: Tensor,
+        nodes: Nodes,
+        caught: Mapping[int, list[Tensor]] | None = None,
+    ) -> Tensor:
+        """As ``feed``: all logits of the nodes ``ids [R, n]`` of a tree, whose slots begin at ``root [R]``, the texts' ends."""
+        root = root[:, None]
+        return self._pass(given, ids, root + nodes.at, root + nodes.depth, nodes, None, caught)
+
+    def _pass(
+        self,
+        given: Given,
+        ids: Tensor,
+        at: Tensor,
+        position: Tensor,
+        nodes: Nodes | None,
+        keep: Tensor | None,
+        caught: Mapping[int, list[Tensor]] | None,
+    ) -> Tensor:
+        """Feed ``ids`` at slots ``at`` and ``position``, all ``[R, n]``."""
         on, store, (R, n) = given.on, self.store, ids.shape
-        position = first[:, None] + torch.arange(n, device=ids.device)
-        table = on["table"] if store.page else None
-        slots = store.numbers(on["rows"], table, position)
-        slots = torch.where(on["real"][:, None] > 0, slots, store.spare).flatten()
+        slots = torch.where(on["real"][:, None] > 0, self._slots(given, at), store.spare).flatten()
         starts = torch.arange(R + 1, device=ids.device, dtype=torch.int32) * n
-        length = (first + n).to(torch.int32)
+        length = (at[:, -1] + 1).to(torch.int32)
         most = given.longest if store.page else min(given.longest, store.slots)
-        lowered = Lowered(starts, length, on["rows"], length, None, None, table, None, n, most)
+        root, words, depths = length, None, None
+        if nodes is not None:
+            root = (at[:, 0] - nodes.at[0]).to(torch.int32)
+            words, depths = nodes.words.expand(R, n).flatten(), nodes.depths
+        table = on["table"] if store.page else None
+        lowered = Lowered(starts, length, on["rows"], root, words, depths, table, None, n, most)
         store.begin()
         # Ids beyond a smaller vocabulary are fed as its last one.
         known = ids.clamp(max=self.vocab_size - 1).flatten()
@@ -92,6 +123,20 @@ class Side(NamedTuple):
         logits = self.forward(store, plan, known, given.within(position).flatten(), keep, caught)
         assert logits is not None
         return logits
+
+    def keep_path(self, given: Given, root: Tensor, path: Tensor) -> None:
+        """Move keys and values of the nodes ``path [R, n]``, -1 for none, to the slots from the texts' ends ``root [R]`` on, in order."""
+        real = (path >= 0) & (given.on["real"][:, None] > 0)
+        order = torch.arange(path.shape[1], device=path.device)
+        source, target = (
+            torch.where(real, self._slots(given, root[:, None] + at), self.store.spare).flatten()
+            for at in (path.clamp(min=0), order)
+        )
+        self.store.copy(source, self.store, target)
+
+    def _slots(self, given: Given, at: Tensor) -> Tensor:
+        """``[R, n]`` the flat numbers of slots ``at [R, n]``."""
+        return self.store.numbers(given.on["rows"], given.on["table"] if self.store.page else None, at)
 
 
 class Drafting(ABC):
@@ -149,6 +194,16 @@ class Drafting(ABC):
         """The memory of both batches' rows, these first; ``target_cache`` has them all. Neither may be used again. Of caches, by default."""
         joined: Slots = memory.join(other)
         return joined
+
+    @staticmethod
+    def tree(draft: Any, length: int) -> TreeShape | None:
+        """The tree that a bound draft proposes where paths have at most ``length`` nodes; ``None``: it proposes chains."""
+        return None
+
+    def levels(self, given: Given, state: Tensor, branches: Branches) -> Callable[[int, Tensor], Tensor]:
+        """As ``chain``, for a tree: ``(d, tokens [R, n]) -> logits [R, n, V]``, called with the last committed tokens, then with the nodes of each depth
+        but the deepest."""
+        raise NotImplementedError
 
     @abstractmethod
     def chain(self, given: Given, state: Tensor) -> Callable[[int, Tensor], Tensor]:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from specdec.graphs.branches import TreeShape
 from specdec.graphs.chain import scored
 from specdec.graphs.drafting import Drafting, Given, Passed, Side
 from specdec.graphs.staging import Program, Staged, pad
@@ -25,7 +26,7 @@ from specdec.rng import triton_kernels
 from specdec.sampling import Sampling, fit
 from specdec.verifiers.rejection import residual
 
-# Columns of a result; the drafted tokens are in those from ``TOKENS`` on.
+# Columns of a result; the drafted tokens are in those from ``TOKENS`` on, followed by the accepted path of a tree.
 ACCEPTED, NEXT, FINITE, DRAWN, TOKENS = range(5)
 
 
@@ -33,7 +34,8 @@ class RoundShape(NamedTuple):
     """What a round is captured for: ``rows`` of at most ``length`` slots, ``steps`` drafted tokens (0: no draft).
 
     ``verdict``: ``"rejection"`` as ``verifiers.Rejection`` decides, ``"fused"`` as ``FusedRejection`` does on logits (for a ``sampling`` that has nothing but
-    a temperature), ``"coupled"`` as ``Coupled``; at temperature 0 all compare tokens. ``drawing``: the draft's sampling.
+    a temperature), ``"coupled"`` as ``Coupled``; at temperature 0 all compare tokens. ``drawing``: the draft's sampling. ``tree``: of depth ``steps``;
+    ``None`` for chains.
     """
 
     rows: int
@@ -42,14 +44,22 @@ class RoundShape(NamedTuple):
     verdict: Literal["rejection", "fused", "coupled"]
     sampling: Sampling
     drawing: Sampling
+    tree: TreeShape | None = None
+
+    @property
+    def nodes(self) -> int:
+        """Drafted tokens of a row."""
+        return self.steps if self.tree is None else self.tree.nodes(self.steps)
 
 
 class Decided(NamedTuple):
-    """``accepted [R]``, the token after them ``bonus [R]``, and whether the target's logits that count have distributions, ``finite [R]``."""
+    """``accepted [R]``, the token after them ``bonus [R]``, whether the target's logits that count have distributions, ``finite [R]``, and of a tree
+    ``path [R, steps]``, the accepted nodes, followed by -1."""
 
     accepted: Tensor
     bonus: Tensor
     finite: Tensor
+    path: Tensor | None = None
 
 
 class WholeRound(Program):
@@ -125,7 +135,7 @@ class WholeRound(Program):
             self.carry.copy_(before.carry)
 
     def run(self) -> Tensor:
-        """``[R, TOKENS + steps]`` the round's result, which holds until the next; the state goes on to the next round."""
+        """``[R, TOKENS + nodes]`` (of a tree with ``steps`` more) the round's result, which holds until the next; the state goes on to the next round."""
         made: Any = self.replay() if self.captured else self.body()
         result, state, carry = made
         self.state.copy_(state)
@@ -138,26 +148,39 @@ class WholeRound(Program):
         shape, most, V = self.shape, self.staged.on["most"], self.target.vocab_size
         length, last = self.state[:, 0], self.state[:, 2]
         live, budget = most > length, (most - length - 1).clamp(0, shape.steps)
-        nodes = torch.arange(shape.steps, device=self.device) < budget[:, None]
+        nodes = self._within(budget)
         given = Given(self.staged.on, shape.steps, shape.length, self.target.store, self.carry)
-        tokens, q, drawn = self._chain(given)
+        tokens, q, drawn = self._draw(given)
         drawn = (drawn | ~nodes).all(1)
         ids = torch.cat([last[:, None], tokens], 1)
         caught: dict[int, list[Tensor]] = {tap: [] for tap in self.draft.taps} if self.draft else {}
-        logits = self.target.feed(given, ids, length - 1, None, caught).view(shape.rows, shape.steps + 1, V)
-        accepted, bonus, finite = self._decide(logits, tokens, q, nodes, length)
+        logits = self._read(given, ids, caught).view(shape.rows, shape.nodes + 1, V)
+        made = self._decide(logits, tokens, q, nodes, length)
         # NaN may give another token; the next round is launched before this is noticed.
-        bonus, carry = bonus.clamp(0, V - 1), None
-        if self.draft is not None:
-            layers = {tap: x for tap, (x,) in caught.items()}
-            carry = self.draft.observe(given, Passed(length, ids, layers, accepted, bonus))
-        held = ids.gather(1, accepted[:, None])[:, 0]
+        passed = self._passed(given, ids, caught, made._replace(bonus=made.bonus.clamp(0, V - 1)))
+        carry = None if self.draft is None else self.draft.observe(given, passed)
+        accepted, bonus = passed.accepted, passed.bonus
+        held = passed.ids.gather(1, accepted[:, None])[:, 0]
         state = torch.stack([length + accepted + 1, held, bonus], 1)
-        result = torch.stack([accepted, bonus, finite.long(), drawn.long()], 1)
-        return torch.cat([result, tokens], 1), torch.where(live[:, None], state, self.state), carry
+        result = torch.stack([accepted, bonus, made.finite.long(), drawn.long()], 1)
+        parts = [result, tokens] if made.path is None else [result, tokens, made.path]
+        return torch.cat(parts, 1), torch.where(live[:, None], state, self.state), carry
 
-    def _chain(self, given: Given) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Drafted tokens ``[R, steps]``, their distributions, and whether these exist, ``[R, steps]``."""
+    def _within(self, budget: Tensor) -> Tensor:
+        """``[R, nodes]`` whether each drafted token exists, by ``budget [R]``."""
+        return torch.arange(self.shape.steps, device=self.device) < budget[:, None]
+
+    def _read(self, given: Given, ids: Tensor, caught: dict[int, list[Tensor]]) -> Tensor:
+        """The target's logits after the last committed and the drafted tokens ``ids``."""
+        return self.target.feed(given, ids, self.state[:, 0] - 1, None, caught)
+
+    def _passed(self, given: Given, ids: Tensor, caught: dict[int, list[Tensor]], made: Decided) -> Passed:
+        """What the draft may read of the target's pass; afterwards keys and values of the accepted tokens are in place."""
+        layers = {tap: x for tap, (x,) in caught.items()}
+        return Passed(self.state[:, 0], ids, layers, made.accepted, made.bonus)
+
+    def _draw(self, given: Given) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Drafted tokens ``[R, nodes]``, the distributions that they were drawn from, and whether each has one, ``[R, nodes]``."""
         shape, length = self.shape, self.state[:, 0]
         if self.draft is None:
             none = length.new_zeros(shape.rows, 0)
@@ -221,14 +244,15 @@ class WholeRound(Program):
         number = self._uniforms(length, depths, BONUS).gather(1, accepted[:, None])[:, 0]
         return Decided(accepted, pick(chosen, number), finite)
 
-    def _uniforms(self, length: Tensor, depths: Tensor, stream: int) -> Tensor:
-        """``[R, D]`` as ``Philox.uniform`` gives them for blocks that begin at ``length [R]``."""
+    def _uniforms(
+        self, length: Tensor, depths: Tensor, stream: int, siblings: Tensor | None = None
+    ) -> Tensor:
+        """``[R, D]`` as ``Philox.uniform`` gives them for blocks that begin at ``length [R]``; ``siblings [D]``: by default 0."""
         seed = self.staged.on["seed"]
+        siblings = torch.zeros_like(depths) if siblings is None else siblings
         if length.is_cuda and triton_kernels():
-            return philox.uniforms(
-                seed, Key(length[:, None], depths, torch.zeros_like(depths), stream), self.device
-            )
-        return uniforms(seed, length, depths, stream)
+            return philox.uniforms(seed, Key(length[:, None], depths, siblings, stream), self.device)
+        return uniforms(seed, length, depths | siblings << 16, stream)
 
     def _race(self, probs: Tensor, position: Tensor) -> Tensor:
         """``position``'s shape: tokens from ``probs [R, ..., V]``, as by ``Philox.race``."""
