@@ -246,7 +246,7 @@ class Sampling:
         if self.processors and logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()  # as ``__call__`` passes them to processors
         top, token = _largest(self.scores(logits, context, proposal, first))
-        _finite(top)
+        check_finite(top)
         return token
 
     def __call__(
@@ -264,7 +264,7 @@ class Sampling:
         scores = self.scores(wide, context, proposal, first)
         if self.greedy:
             top, token = _largest(scores)
-            _finite(top)
+            check_finite(top)
             return torch.zeros_like(scores).scatter_(-1, token[..., None], 1)
         probs, whose = scores.softmax(-1), _WHOSE.get()
 
@@ -290,7 +290,7 @@ class Sampling:
             drawn = drawn & (torch.arange(first, first + R) < proposal.size[:, None])
         by = to_device(torch.where(own > 0, own, 1).to(logits.dtype), logits.device)[:, None]
         top, token = _largest(logits)
-        _finite(top / by)
+        check_finite(top / by)
         # ``view`` below must not copy, so the strides of ``logits`` are not taken over.
         probs = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
         probs.scatter_(2, token[..., None], 1)
@@ -368,7 +368,7 @@ def _largest(scores: Tensor) -> tuple[Tensor, Tensor]:
     return scores.gather(-1, token[..., None])[..., 0], token
 
 
-def _finite(top: Tensor) -> None:
+def check_finite(top: Tensor) -> None:
     """Raise ValueError for rows with NaN, +inf or nothing but -inf, which ``top``, each row's largest logit, shows."""
     whose = _WHOSE.get()
 

@@ -211,9 +211,9 @@ def test_the_kernels_are_few_operators_and_write_no_tensor_of_the_vocabulary(sma
     for verdict in ("rejection", "fused"):
         made = round_of(verdict, *args)
         made._uniforms = lambda length, depths, stream: numbers[:, : len(depths)]
-        tokens, q, _ = made._draw(None)
+        drafted = made._draw(None, torch.full((R,), K))
         with Recording() as recording:
-            made._decide(args[0], tokens, q, torch.ones(R, K, dtype=torch.bool), made.state[:, 0])
+            made._decide(args[0], drafted, made.state[:, 0])
         names.append([str(call[0]) for call in recording.calls])
         largest.append(max(t.numel() for t in recording.kept if isinstance(t, torch.Tensor)))
     plain, quick = names

@@ -262,6 +262,10 @@ def test_logits_that_are_not_finite_are_refused():
         decoder.generate(PROMPTS, 30, seed=0, eos_token_id=(), on_round=spoil)
 
 
+class OwnTree(DynamicTree):
+    pass
+
+
 class OwnHead(Head):
     pass
 
@@ -291,7 +295,7 @@ def eagle3(target, **settings):
 REFUSED = {
     "subclass of the draft": (lambda t: OwnHead(eagle3(t), graphs="eager"), "draft is a OwnHead"),
     "subclass of a head": (lambda t: Head(OwnEagle3.from_target(t), graphs="eager"), "head is a OwnEagle3"),
-    "tree": (lambda t: Head(eagle3(t), DynamicTree(2, 2, 4), graphs="eager"), "tree is DynamicTree"),
+    "tree": (lambda t: Head(eagle3(t), OwnTree(2, 2, 4), graphs="eager"), "tree is OwnTree"),
     "no graphs": (lambda t: Head(eagle3(t)), "the draft has no graphs"),
     "own mask": (
         lambda t: Head(eagle3(t, mask=Causal() & (Window(4) | own)), graphs="eager"),
@@ -299,7 +303,7 @@ REFUSED = {
     ),
     "stop": (
         lambda t: Head(DSpark.from_target(t, rank=4), Chain(0.4), graphs="eager"),
-        "without a stop, but .* Chain",
+        "without a stop and DynamicTree, but .* Chain",
     ),
     "subclass of medusa": (lambda t: Head(OwnMedusa.from_target(t), graphs="eager"), "head is a OwnMedusa"),
     "subclass of dflash": (lambda t: Head(OwnDFlash.from_target(t), graphs="eager"), "head is a OwnDFlash"),

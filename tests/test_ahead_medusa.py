@@ -99,7 +99,9 @@ def test_chains_longer_than_the_head_and_trees_are_refused():
     builder_of(length=5).executor(Ahead()).build()
     target = sd.HFModel(tiny("llama"), graphs="eager")
     tree = Head(Medusa.from_target(target), StaticTree.of_widths((2, 1)), graphs="eager")
-    with pytest.raises(ValueError, match="runs chains without a stop, but the draft's tree is StaticTree"):
+    with pytest.raises(
+        ValueError, match="runs chains without a stop and DynamicTree, but the draft's tree is StaticTree"
+    ):
         sd.decoder(target).draft(tree, 2).greedy().executor(Ahead()).build()
 
 

@@ -7,7 +7,9 @@ import random
 
 import pytest
 import test_ahead
+import test_ahead_head_trees
 import test_ahead_heads
+import test_ahead_trees
 import test_ahead_windowed
 import torch
 from tiny import tiny
@@ -21,7 +23,19 @@ from specdec.graphs.whole_round import WholeRound
 
 PROMPTS = [[5, 6, 7, 8, 9], [3, 4, 4], [9, 9, 4, 2, 7, 7, 1], [11, 12, 1], [8, 1, 8], [2, 2, 2, 2], [7, 3, 5]]
 BUDGETS = [23, 4, 40, 1, 17, 9, 31]
-KINDS = ["model", "spire", None, "windowed", "magicdec", "eagle3", "window", "dflash", "medusa"]
+KINDS = [
+    "model",
+    "spire",
+    None,
+    "windowed",
+    "magicdec",
+    "eagle3",
+    "window",
+    "dflash",
+    "medusa",
+    "tree",
+    "head's tree",
+]
 
 
 def builder_of(kind, graphs="eager"):
@@ -31,6 +45,10 @@ def builder_of(kind, graphs="eager"):
     if kind == "medusa":
         target = sd.HFModel(tiny("llama"), graphs=graphs)
         return sd.decoder(target).draft(sd.drafts.Head(Medusa.from_target(target, heads=3), graphs=graphs), 3)
+    if kind == "tree":
+        return test_ahead_trees.builder_of(graphs=graphs)
+    if kind == "head's tree":
+        return test_ahead_head_trees.builder_of(graphs=graphs).sampling(temperature=5.0)
     if kind in ("model", "spire", None):
         return test_ahead.builder_of(kind, graphs)
     return test_ahead_heads.builder_of(kind, graphs)
@@ -86,12 +104,16 @@ def test_with_a_capacity_captured_rounds_outlive_pauses_and_streams(monkeypatch,
     assert counts[2] == counts[1] == len(set(made))
 
 
-@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("drafted", [False, True, "tree"])
 def test_a_target_in_pages(drafted):
     def make():
         target = sd.HFModel(tiny("llama"), graphs="eager", page=8)
-        builder = sd.decoder(target).verifier(sd.Coupled())
-        return builder.draft(sd.HFModel(tiny("llama", 1), graphs="eager"), 3) if drafted else builder
+        builder, small = (
+            sd.decoder(target).verifier(sd.Coupled()),
+            sd.HFModel(tiny("llama", 1), graphs="eager"),
+        )
+        draft = sd.drafts.Tree(small, (3, 2, 2)) if drafted == "tree" else small
+        return builder.draft(draft, 3) if drafted else builder
 
     same(make, requests(), limit=2)
     same(make, requests([0, 0, 0, 3, 4, 5, 6]), limit=4, clock="rounds")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from tiny import byte_tokenizer, tiny
 
 import specdec as sd
 from specdec.drafts.siblings import Distinct, Independent, TopAndOne
-from specdec.executors import Ahead
+from specdec.drafts.tree_round import TreeDrafting
+from specdec.executors import Ahead, Serial
 from specdec.graphs.branches import Branches, TreeShape
+from specdec.graphs.tree_round import TreeRound
+from specdec.graphs.whole_round import FINITE, RoundShape
 from specdec.verifiers import FusedRejection
 
 
@@ -51,9 +55,19 @@ def test_texts_and_rounds_are_those_of_serial(graphs, siblings, verifier, temper
     assert made[1].stats.accepted > 10
 
 
-def test_a_recorded_round():
+@pytest.mark.parametrize(
+    ("how", "verifier", "siblings"),
+    [
+        ({"temperature": 0}, sd.Rejection(), Independent()),
+        ({"temperature": 1.0}, sd.Coupled(), Distinct()),
+    ],
+)
+def test_a_recorded_round(how, verifier, siblings):
     """Steps run twice on one text, as captures do, and accepted nodes are moved both times."""
-    same_rounds(builder_of((2, 2, 2), graphs="recorded").greedy(), PROMPTS[:2], [30, 12], eos_token_id=())
+    builder = builder_of((2, 2, 2), siblings, "recorded").sampling(**how).verifier(verifier)
+    (_, rounds), _ = same_rounds(builder, PROMPTS[:2], [30, 12], eos_token_id=())
+    moved = [n != d for r in rounds for path in r.verdict.path.tolist() for d, n in enumerate(path) if n >= 0]
+    assert any(moved)
 
 
 @pytest.mark.parametrize(
@@ -75,10 +89,93 @@ def test_shapes_and_settings(widths, length, settings):
 
 def test_a_tree_of_as_many_nodes_as_a_word_has_bits():
     same_rounds(builder_of((32, 1)).greedy(), PROMPTS[:2], [20, 9], eos_token_id=())
-    words = Branches(TreeShape((32, 1), Independent(), False), 2, torch.device("cpu")).all.words
+    words = Branches((32, 1), False, 2, torch.device("cpu")).all.words
     assert words[64] == 1 << 31 | -(1 << 63)
     with pytest.raises(ValueError, match="trees of at most 64 nodes, and the draft's has 65: use"):
         builder_of((65,)).executor(Ahead()).build()
+
+
+def test_a_chain_is_decided_as_a_chain(monkeypatch):
+    """With ``FusedRejection``: from logits, without a tree."""
+    decoder = builder_of((1, 1, 1), length=5).verifier(FusedRejection()).executor(Ahead()).build()
+    monkeypatch.setattr(TreeRound, "body", None)
+    assert decoder.generate(PROMPTS, BUDGETS, seed=3, eos_token_id=()).stats.accepted > 10
+
+
+def test_trees_and_chains_over_one_model_have_programs_of_their_own():
+    target, small = models(graphs="recorded")
+    drafts = [
+        sd.drafts.Tree(small, (3, 2)),
+        sd.drafts.Tree(small, (2, 2, 1)),
+        sd.drafts.Tree(small, (3, 2), siblings=Distinct()),
+        sd.drafts.Model(small),
+    ]
+    builders = [sd.decoder(target).verifier(sd.Rejection()).draft(draft, 3) for draft in drafts]
+    wanted = [b.build().generate(PROMPTS[:1], 14, seed=3, eos_token_id=()).ids for b in builders]
+    decoders = [b.executor(Ahead()).build() for b in builders]
+    for _ in range(3):
+        for decoder, ids in zip(decoders, wanted):
+            assert decoder.generate(PROMPTS[:1], 14, seed=3, eos_token_id=()).ids == ids
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("executor", [Serial(), Ahead()])
+def test_logits_that_are_not_finite_are_refused(executor, temperature):
+    for broken, said in ((0, "^logits of row"), (1, "^the draft's logits of row|^a draft's logits of row")):
+        both = models()
+        decoder = (
+            sd.decoder(both[0]).draft(sd.drafts.Tree(both[1], (3, 2)), 2).sampling(temperature=temperature)
+        )
+
+        def spoil(round, broken=both[broken].model):
+            if round.number == 2:
+                with torch.no_grad():
+                    broken.lm_head.weight.fill_(float("nan"))
+
+        with pytest.raises(ValueError, match=said):
+            decoder.executor(executor).build().generate(PROMPTS, 30, seed=0, eos_token_id=(), on_round=spoil)
+
+
+def round_on(logits, widths=(2, 2), budget=2):
+    """A captured round's body on a target's ``logits [1, N + 1, V]``, for a row with a ``budget``; the draft's logits are uniform."""
+
+    class Scripted(TreeDrafting):
+        def __init__(self):
+            self.widths, self.siblings, self.side = widths, Distinct(), self
+
+        def chain(self, given, state):
+            return lambda n, tokens: torch.zeros(1, logits.shape[-1])
+
+        def feed_nodes(self, given, ids, *others):
+            return torch.zeros(*ids.shape, logits.shape[-1]).flatten(0, 1)
+
+        def keep_path(self, *others):
+            pass
+
+    class Target:
+        vocab_size, store = logits.shape[-1], SimpleNamespace(page=0)
+
+        def feed_nodes(self, given, ids, *others):
+            return logits.flatten(0, 1)
+
+        def keep_path(self, *others):
+            pass
+
+    hot, count = sd.Sampling(temperature=1.0), logits.shape[1] - 1
+    shape = RoundShape(1, 64, len(widths), "rejection", hot, hot, TreeShape(count, "test"))
+    made = TreeRound(Target(), Scripted(), shape, torch.device("cpu"))
+    made.send(torch.tensor([6 + budget]), sd.rng.seeds(0, 1), torch.tensor([[5, 0, 1]]))
+    return made.body()[0]
+
+
+def test_only_logits_of_nodes_within_the_budget_have_to_be_finite():
+    fine = torch.randn(1, 7, 8, generator=torch.Generator().manual_seed(0))
+    for node in range(6):
+        spoilt = fine.clone()
+        spoilt[0, node + 1] = float("nan")
+        for budget in (1, 2):
+            exists = node < (2 if budget == 1 else 6)
+            assert bool(round_on(spoilt, budget=budget)[0, FINITE]) != exists
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", pytest.param("qwen3", marks=pytest.mark.slow)])

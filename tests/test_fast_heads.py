@@ -163,7 +163,7 @@ def logits(target, head, parts, rows=3, seed=0):
         made, memo = head.step(n, memo, torch.randint(0, 96, (rows,), generator=draw), at)
         out.append(made)
     if isinstance(head, Eagle3) and not isinstance(head, PEagle):  # a level of a tree
-        at.under(np.array([[1, 0]] * rows))
+        at.under(torch.tensor([[1, 0]] * rows))
         token = torch.randint(0, 96, (rows, 2), generator=draw)
         out.append(head.step(3, memo[:, None].expand(-1, 2, -1), token, at)[0])
     return out, [t for pair in at.ring.layers for t in pair]

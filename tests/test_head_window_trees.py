@@ -52,7 +52,7 @@ def tree(head, tokens):
     above, paths = np.full((len(KNOWN), WIDTH), at.used - 1), tokens[:, None].expand(-1, WIDTH, -1)
     for level in range(1, LEVELS + 1):
         begin = at.used
-        at.under(above)
+        at.under(torch.as_tensor(above))
         new = torch.randint(0, 96, (len(KNOWN), WIDTH), generator=draw)
         paths = torch.cat([paths, new[..., None]], -1)
         logits, memo = head.step(level, memo, new, at)

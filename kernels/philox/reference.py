@@ -53,12 +53,12 @@ def philox4x32(counter: Sequence[Any], key: Sequence[Any], rounds: int = 10) -> 
 
 
 def uniforms(seed: Tensor, at: Tensor, depth: Tensor, stream: int) -> Tensor:
-    """``[R, D]`` float64 in [0, 1) of ``seed [R]``, ``at [R]`` and ``depth [D]`` on one device, bit-identical to ``Philox(seed).uniform``.
+    """``[R, D]`` float64 in [0, 1) of ``seed [R]``, ``at [R]`` and ``depth`` (``[D]`` or ``[R, D]``) on one device, bit-identical to ``Philox(seed).uniform``.
 
     Tensor operators only, without a branch on values, so that a captured step may contain it.
     """
     stream_word, zero = torch.full_like(at, stream)[:, None], torch.zeros_like(at)[:, None]
-    w = philox4x32((at[:, None], depth[None], stream_word, zero), _key(seed[:, None]))
+    w = philox4x32((at[:, None], depth, stream_word, zero), _key(seed[:, None]))
     return (((w[0] >> 5) << 26) | (w[1] >> 6)).double() * 2.0**-53
 
 

@@ -94,7 +94,7 @@ BARS = (
     ),
     *(Bar(f"{GAIN}{how}", f"round{how}", 0.9, _promised, 2, most=False) for how in ("", ", ahead")),
     Bar("logits of whole models: error over that of transformers in bfloat16", "logits", 2.0, _over_theirs, 12),
-    Bar("greedy texts with graphs, pages and whole rounds: tokens that differ", "texts", 0.0, _differ, 53),
+    Bar("greedy texts with graphs, pages and whole rounds: tokens that differ", "texts", 0.0, _differ, 56),
     Bar("tests that need a GPU: failed or skipped", "tests", 0.0, lambda r: r.get("missed"), 10),
     Bar("batch-invariant bf16: logits or tokens that differ from plain decoding", "invariant", 0.0, _differ, 3),
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """The host's time of a round, with the models' work removed: what a device waits for when its kernels take no time.
 
 Steps are captured as on a GPU, and a replay returns prepared results without computing anything: the draft's tokens, and logits by which
-rows accept 0 to 4 of 4 tokens. (With `Serial`, SPIRe and heads read the target's activations outside their steps, and that is computed.)
+rows accept 0 to 4 tokens. With `Serial`, sampled rows and those with a head's tree accept other numbers of tokens. There, SPIRe and heads also read the target's activations
+outside their steps, and heads grow their trees there; that is computed.
 What remains is the work of Python and of small tensors on the host, by the CPU clock of the thread. On a GPU the same work also launches kernels
 and copies, which is not included. Cases take turns, and medians are over rounds.
 
@@ -11,8 +12,10 @@ and copies, which is not included. Cases take turns, and medians are over rounds
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise, product
+from math import prod
 from pathlib import Path
 from statistics import median
 from time import thread_time
@@ -25,12 +28,13 @@ from transformers.utils import logging
 
 import specdec as sd
 from recipes.gpu.steps import config
-from specdec.drafts.heads import Eagle3
+from specdec.drafts.heads import DynamicTree, Eagle3
 from specdec.drafts.heads.captured import HeadChain
 from specdec.drafts.spire import SpireModel
 from specdec.executors import Ahead, Serial
 from specdec.graphs.chain import Chain
 from specdec.graphs.ring_chain import RingChain
+from specdec.graphs.static import StaticStep
 from specdec.graphs.whole_round import ACCEPTED, DRAWN, FINITE, TOKENS, WholeRound
 from specdec.lab import report
 from specdec.lab.captured import keepers
@@ -42,15 +46,24 @@ GIVEN: dict[str, dict[int, float]] = {
     "a draft, greedy": {1: 0.72, 16: 1.01, 64: 1.68},
     "a draft, sampled": {1: 1.11, 16: 1.53, 64: 1.96},
     **{"SPIRe, greedy": {}, "SPIRe, sampled": {}, "a head, greedy": {}, "a head, sampled": {}},
-    **{"a tree, greedy": {}, "a tree, sampled": {}},
+    **{
+        "a tree, greedy": {},
+        "a tree, sampled": {},
+        "a head's tree, greedy": {},
+        "a head's tree, sampled": {},
+    },
 }
 
 
 class Still:
-    """Captures a body by running it once; a replay returns its results, overwritten with prepared ones."""
+    """Captures a body by running it once; a replay returns its results, overwritten with prepared ones.
 
-    def __init__(self, queries: int):
-        self.queries = queries
+    Args:
+        places: of the last committed token and of each node that the target verifies: the number of tokens before it in the block.
+    """
+
+    def __init__(self, places: Sequence[int]):
+        self.places, self.queries = places, max(places) + 1
 
     def __call__(self, body: Any) -> Any:
         out = body()
@@ -64,26 +77,38 @@ class Still:
                 distributions.fill_(0.05 / (distributions.shape[-1] - 1))
                 distributions[..., TOKEN] = 0.95
         elif out[0] is not None:
-            self._logits(out[0])
+            self._logits(
+                out[0], isinstance(program, StaticStep) and program.bucket.queries == len(self.places)
+            )
         return lambda: out
 
     def _round(self, result: Tensor, tree: Any) -> None:
         accepted = (torch.arange(len(result)) + 2) % self.queries
-        result.fill_(TOKEN)
-        result[:, ACCEPTED] = accepted
-        result[:, FINITE : DRAWN + 1] = 1
-        if tree is not None:  # the first child of the first child ...
-            path = torch.tensor([tree.nodes(depth) for depth in range(K)])
-            result[:, TOKENS + tree.nodes(K) :] = torch.where(torch.arange(K) < accepted[:, None], path, -1)
+        said = result if tree is None else result[:, : TOKENS + tree.nodes]
+        said.fill_(TOKEN)
+        said[:, ACCEPTED] = accepted
+        said[:, FINITE : DRAWN + 1] = 1
+        if tree is None:
+            return
+        steps = result.shape[1] - TOKENS - 2 * tree.nodes
+        parents, path, node = result[0, -tree.nodes :].tolist(), [], -1
+        while node in parents and len(path) < steps:  # the first child of the first child ...
+            node = parents.index(node)
+            path.append(node)
+        result[:, -tree.nodes :] = result[0, -tree.nodes :].clone()
+        taken = torch.arange(len(path)) < accepted[:, None]
+        result[:, TOKENS + tree.nodes : TOKENS + tree.nodes + len(path)] = torch.where(
+            taken, torch.tensor(path), -1
+        )
 
-    def _logits(self, logits: Tensor) -> None:
-        """Token ``TOKEN`` has the share ``SHARE``, and row b's argmax is another one from node ``(b + 2) % 5`` on."""
+    def _logits(self, logits: Tensor, verified: bool) -> None:
+        """Token ``TOKEN`` has the share ``SHARE``, and where a proposal is ``verified``, row b's argmax is another one from place ``(b + 2) % 5`` on."""
         V = logits.shape[-1]
         logits.fill_(torch.tensor((1 - SHARE) / (V - 1)).log())
         logits[:, TOKEN] = torch.tensor(SHARE).log()
-        for i in range(len(logits)):
-            b, n = divmod(i, self.queries)
-            if n >= (b + 2) % (K + 1):
+        for i in range(len(logits) if verified else 0):
+            b, n = divmod(i, len(self.places))
+            if self.places[n] >= (b + 2) % (K + 1):
                 logits[i, OTHER] = logits[i, TOKEN] + 1e-3
 
 
@@ -94,18 +119,21 @@ def decoders() -> dict[tuple[str, str], sd.Decoder]:
     for name, executor in product(GIVEN, executors):
         target, small = (sd.HFModel(LlamaForCausalLM(config(True, 1)), graphs="eager") for _ in range(2))
         draft: Any = None if name.startswith("plain") else small
+        places: Sequence[int] = range(1 if draft is None else K + 1)
         if name.startswith("SPIRe"):
             draft = sd.drafts.Spire(SpireModel.from_target(target, 1), graphs="eager")
         if name.startswith("a head"):
-            draft = sd.drafts.Head(Eagle3.from_target(target), graphs="eager")
+            grower: dict[str, Any] = {"tree": DynamicTree(depth=K)} if "tree" in name else {}
+            draft = sd.drafts.Head(Eagle3.from_target(target), **grower, graphs="eager")
         if name.startswith("a tree"):
             draft = sd.drafts.Tree(small, WIDTHS)
+            places = [0, *(d + 1 for d in range(K) for _ in range(prod(WIDTHS[: d + 1])))]
         builder = sd.decoder(target)
         builder = builder if draft is None else builder.draft(draft, K)
         builder = builder.greedy() if name.endswith("greedy") else builder
         decoder = made[name, type(executor).__name__] = builder.executor(executor).build()
         for programs in keepers(decoder.target, decoder.draft, small):
-            programs.capture = Still(1 if draft is None else K + 1)
+            programs.capture = Still(places)
     return made
 
 

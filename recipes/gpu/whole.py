@@ -20,7 +20,7 @@ import specdec as sd
 from recipes.gpu.cases import PARENTS
 from recipes.gpu.stage import Part, Stage
 from recipes.gpu.steps import COMPILED, EAGER, GRAPHS, config, llama, stopped, wrapped
-from specdec.drafts.heads import DFlash, DSpark, Eagle3, PEagle
+from specdec.drafts.heads import DFlash, DSpark, DynamicTree, Eagle3, PEagle
 from specdec.drafts.spire import SpireModel
 from specdec.executors import Ahead, Serial
 from specdec.lab.captured import captured
@@ -202,6 +202,8 @@ def texts(stage: Stage) -> None:
             ("SPIRe, whole rounds", sd.drafts.Spire(spire, graphs=how)),
             ("a head", sd.drafts.Head(head, graphs=how)),
             ("a head, whole rounds", sd.drafts.Head(head, graphs=how)),
+            ("a head's tree", sd.drafts.Head(head, DynamicTree(4, 4, 20), graphs=how)),
+            ("a head's tree, whole rounds", sd.drafts.Head(head, DynamicTree(4, 4, 20), graphs=how)),
             ("a head's block", sd.drafts.Head(block, graphs=how)),
             ("a head's block, whole rounds", sd.drafts.Head(block, graphs=how)),
             ("a head's block with a window", sd.drafts.Head(window, graphs=how)),

@@ -21,7 +21,7 @@ from specdec.drafts.siblings import Drawing, Independent
 from specdec.kernels.topk import topk
 from specdec.protocols import LanguageModel
 from specdec.rng import Key, Rng
-from specdec.sampling import Sampling, logits_of
+from specdec.sampling import Sampling, check_finite, logits_of
 from specdec.types import Context, Proposal
 
 
@@ -108,7 +108,9 @@ class Tree(OneModel):
             width, first = self.widths[d], int(level[0])
             if some:
                 with logits_of("a draft's "):
-                    top = topk(largest.scores(logits, context, sofar, first=first), width).indices
+                    best = topk(largest.scores(logits, context, sofar, first=first), width)
+                    check_finite(best.values[..., 0])
+                    top = best.indices
             if points:
                 children = top.reshape(B, -1)
             else:

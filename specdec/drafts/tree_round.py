@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specdec.drafts.siblings import Distinct, Independent, TopAndOne
 from specdec.drafts.tree import Tree
 from specdec.drafts.whole_round import ModelDrafting, without_steps
-from specdec.graphs.branches import Branches, TreeShape
+from specdec.graphs.branches import Branches, Growing, Grown, TreeShape
+from specdec.graphs.chain import scored
 from specdec.graphs.drafting import Given, Passed
 from specdec.kernels.attention.lowered import NODES
+from specdec.kernels.topk import topk
+from specdec.rng import Key
+from specdec.sampling import fit
 
 
 class TreeDrafting(ModelDrafting):
@@ -20,6 +24,10 @@ class TreeDrafting(ModelDrafting):
 
     Accepted nodes that were fed get the slots of their positions. Then each row's last two committed tokens are fed, as for a chain.
     """
+
+    def __init__(self, draft: Any, memory: Any):
+        super().__init__(draft, memory)
+        self.widths, self.siblings = draft.widths, draft.siblings
 
     @staticmethod
     def why_not(draft: Any, target: Any, length: int) -> str | None:
@@ -31,28 +39,58 @@ class TreeDrafting(ModelDrafting):
             return f"needs a draft's keys and values in slots, and its model has pages of {model.page} tokens"
         if type(draft.siblings) not in (Independent, Distinct, TopAndOne):
             return f"draws siblings as the library does, and the draft's are {draft.siblings!r}"
-        if draft.nodes(length) > NODES:
-            return f"runs trees of at most {NODES} nodes, and the draft's has {draft.nodes(length)}"
-        return None
+        return too_many(draft.nodes(length))
 
     @staticmethod
-    def tree(draft: Tree, length: int) -> TreeShape:
-        return TreeShape(draft.widths[:length], draft.siblings, draft.siblings.kind != "independent")
+    def tree(draft: Tree, length: int) -> TreeShape | None:
+        """As ``Drafting.tree``."""
+        widths = draft.widths[:length]
+        if max(widths) == 1:
+            return None
+        return TreeShape(draft.nodes(length), (widths, draft.siblings))
 
-    def levels(self, given: Given, state: Tensor, branches: Branches) -> Callable[[int, Tensor], Tensor]:
-        first, root = self.chain(given, state), state[:, 0]
+    def constants(self, rows: int, device: torch.device, steps: int) -> Branches:
+        """As ``Drafting.constants``."""
+        return Branches(self.widths[:steps], self.siblings.kind != "independent", rows, device)
 
-        def forward(d: int, tokens: Tensor) -> Tensor:
+    def grow(self, given: Given, growing: Growing, constants: Any) -> Grown:
+        """As ``Drafting.grow``."""
+        branches: Branches = constants
+        state, V, nowhere = growing.state, growing.vocab_size, None
+        some: Any = nowhere
+        length, level = state[:, 0], state[:, 2:]
+        first, tokens, tops, laws = self.chain(given, state), [], [], []
+        for d, width in enumerate(branches.widths):
             if d == 0:
-                return first(0, tokens[:, 0])[:, None]
-            logits = self.side.feed_nodes(given, tokens, root, branches.levels[d - 1])
-            return logits.view(*tokens.shape, -1)
-
-        return forward
+                logits = first(0, level[:, 0])[:, None]
+            else:
+                logits = self.side.feed_nodes(given, level, length, branches.levels[d - 1])
+            logits = fit(logits.view(*level.shape, -1), V)
+            top, _, q = scored(logits, growing.sampling)
+            if q is None:
+                children = topk(growing.sampling.scores(logits, some, None), width).indices
+            else:
+                number = torch.arange(q.shape[1] * width, device=q.device).view(1, -1, width)
+                numbers: Any = growing.rng
+                drawn = self.siblings(q, width, Key(length[:, None, None], d, number), numbers)
+                children = drawn.tokens
+                laws.append(drawn.distributions)
+            level = children.flatten(1).clamp(0, V - 1)
+            tokens.append(level)
+            tops.append(top[..., None].expand(children.shape).flatten(1))
+        made, finite = torch.cat(tokens, 1), torch.isfinite(torch.cat(tops, 1))
+        exists = branches.depth < growing.budget[:, None]
+        fixed = branches.depth, branches.sibling, branches.all, branches.widths
+        drawn_from = (torch.cat(laws, 1), branches.law) if laws else (None, None)
+        return Grown(made, exists, branches.parents.expand_as(made), finite, *fixed, *drawn_from)
 
     def observe(self, given: Given, passed: Passed) -> Tensor | None:
-        assert passed.path is not None
-        fed = passed.path[:, :-1]  # the deepest nodes were not fed
-        if fed.shape[1]:
-            self.side.keep_path(given, passed.length, fed)
+        """As ``Drafting.observe``."""
+        if passed.path is not None and passed.path.shape[1] > 1:
+            self.side.keep_path(given, passed.length, passed.path[:, :-1])  # the deepest nodes were not fed
         return None
+
+
+def too_many(nodes: int) -> str | None:
+    """Why a step cannot verify a tree of so many nodes, or ``None``."""
+    return f"runs trees of at most {NODES} nodes, and the draft's has {nodes}" if nodes > NODES else None

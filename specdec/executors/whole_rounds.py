@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from functools import cache
 from time import perf_counter
 from typing import Any, NamedTuple, cast
 
@@ -17,6 +16,8 @@ from specdec.cache.static import StaticStore, held, memory_of
 from specdec.cache.token_index import Row
 from specdec.composition import Composition
 from specdec.drafts.heads.draft import Head
+from specdec.drafts.heads.dynamic_tree import DynamicTree
+from specdec.drafts.heads.tree_round import HeadTreeDrafting
 from specdec.drafts.heads.whole_round import HeadDrafting
 from specdec.drafts.magicdec.draft import MagicDec
 from specdec.drafts.magicdec.whole_round import ViewDrafting
@@ -28,7 +29,6 @@ from specdec.drafts.tree_round import TreeDrafting
 from specdec.drafts.whole_round import ModelDrafting, class_of
 from specdec.drafts.windowed_round import WindowedDrafting
 from specdec.executors.round import staying
-from specdec.graphs.branches import TreeShape
 from specdec.graphs.drafting import Drafting, Side
 from specdec.graphs.static import SHORTEST, bucket_of, power
 from specdec.graphs.tree_round import TreeRound
@@ -56,6 +56,8 @@ def drafting_of(draft: Any) -> Any:
     """The ``Drafting`` of a draft, or ``None``."""
     if type(draft) is Model and class_of(draft.model) in CONSTANT:
         return WindowedDrafting
+    if type(draft) is Head and type(draft.tree) is DynamicTree:
+        return HeadTreeDrafting
     return DRAFTS.get(type(draft))
 
 
@@ -126,9 +128,10 @@ class Rounds:
         self.part = self._part()
         self.tree = None if self.part is None else self.part.tree(composition.draft, composition.length)
         self.steps = 0 if self.part is None else composition.length
-        self.nodes = self.steps
-        if self.tree is not None:
-            self.steps, self.nodes = len(self.tree.widths), composition.nodes
+        longest = composition.drafting.info.longest
+        if longest is not None:
+            self.steps = min(self.steps, longest)
+        self.nodes = self.steps if self.tree is None else self.tree.nodes
         self._kind = _kind(composition, self.part is not None)
         self.at = torch.arange(rows.context.batch)
         self.whole, self.stale = rows.context.batch, False
@@ -271,9 +274,9 @@ class Rounds:
         context, composition = self.rows.context, self.composition
         budget = (self.limits.room(context) - 1).clamp(max=composition.length)
         if self.tree is None:
-            proposal, verdict = _decisions(found, budget if self.steps else None)
+            proposal, verdict = _decisions(found, budget.clamp(max=self.steps) if self.steps else None)
         else:
-            proposal, verdict = _of_tree(found, budget.clamp(min=0, max=self.steps), self.tree)
+            proposal, verdict = _of_tree(found, self.nodes, self.steps)
         committed, finished = self.limits.apply(context, verdict)
         return Round.of(
             context,
@@ -356,26 +359,18 @@ def _decisions(found: np.ndarray, budget: Tensor | None) -> tuple[Proposal, Verd
     return proposal, Verdict(*map(torch.from_numpy, (path, accepted, bonus, new)))
 
 
-def _of_tree(found: np.ndarray, budget: Tensor, tree: TreeShape) -> tuple[Proposal, Verdict]:
-    """As ``_decisions``, for a tree; ``budget [B]``: the nodes of each row's longest path."""
-    upto, parents = _numbers(tree)
-    size, B, total = upto[budget.numpy()], len(found), int(upto[-1])
-    N = int(size.max())
+def _of_tree(found: np.ndarray, nodes: int, steps: int) -> tuple[Proposal, Verdict]:
+    """As ``_decisions``, for trees of at most ``nodes`` nodes and paths of at most ``steps``."""
     accepted, bonus, tokens = found[:, ACCEPTED].copy(), found[:, NEXT].copy(), found[:, TOKENS:]
-    steps = found[:, TOKENS + total : TOKENS + total + N]  # deeper ones are not reached
-    D, rows = steps.shape[1], np.arange(B)
+    parents = found[:, TOKENS + nodes + steps :]
+    size = (parents > -2).sum(1)
+    B, N = len(found), int(size.max())
+    taken = found[:, TOKENS + nodes : TOKENS + nodes + min(steps, N)]  # a longer path has more nodes
     path, new = np.full((B, N), -1), np.zeros((B, N + 1), dtype=np.int64)
-    path[:, :D] = steps
-    new[:, :D] = np.where(steps < 0, 0, tokens[rows[:, None], steps])
+    D, rows = taken.shape[1], np.arange(B)
+    path[:, :D] = taken
+    new[:, :D] = np.where(taken < 0, 0, tokens[rows[:, None], taken])
     new[rows, accepted] = bonus
-    proposal = Proposal(
-        torch.from_numpy(tokens[:, :N].copy()), parents[:N].expand(B, N), torch.from_numpy(size)
-    )
+    ids, above = (torch.from_numpy(x[:, :N].copy()) for x in (tokens, parents))
+    proposal = Proposal(ids, above, torch.from_numpy(size))
     return proposal, Verdict(*map(torch.from_numpy, (path, accepted, bonus, new)))
-
-
-@cache
-def _numbers(tree: TreeShape) -> tuple[np.ndarray, Tensor]:
-    """Nodes on paths of at most 0, 1, ... nodes, and all nodes' parents."""
-    upto = np.array([tree.nodes(longest) for longest in range(len(tree.widths) + 1)])
-    return upto, torch.tensor(tree.parents)

@@ -1,52 +1,55 @@
-"""The shape of a tree that is drafted in a captured step: the same nodes in every round, numbered depth by depth."""
+"""Trees that are drafted in a captured step: what a draft returns, and how it is fed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Hashable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from specdec.kernels.device import to_device
+from specdec.kernels.philox.reference import Key
+from specdec.sampling import Sampling
 
 
 class TreeShape(NamedTuple):
-    """Every node at depth d has ``widths[d]`` children, which ``siblings`` draws as for ``drafts.Tree``: ``apiece`` from distributions of their own, or
-    all from one."""
+    """What a step's trees are captured for: the most ``nodes``, and ``kind``, which says how they grow."""
 
-    widths: tuple[int, ...]
-    siblings: Callable[..., Any]
-    apiece: bool
+    nodes: int
+    kind: Hashable
 
-    @property
-    def counts(self) -> list[int]:
-        """Nodes of each depth."""
-        return list(accumulate(self.widths, int.__mul__))
 
-    def nodes(self, longest: int) -> int:
-        """Nodes on paths of at most ``longest``."""
-        return sum(self.counts[:longest])
+class Numbers(Protocol):
+    """Draws as by the ``Rng`` that the verifier gives to drafts."""
 
-    @property
-    def parents(self) -> list[int]:
-        """Of each node, -1 for the last committed token."""
-        above: list[int] = [-1]
-        found: list[int] = []
-        for width in self.widths:
-            level = [node for node in above for _ in range(width)]
-            above = list(range(len(found), len(found) + len(level)))
-            found += level
-        return found
+    def categorical(self, probs: Tensor, key: Key) -> Tensor:
+        """Tokens from ``probs [R, ..., V]``; ``key.depth`` is an int, and ``key.sibling [1, ...]`` on the device: the numbers of all nodes of the depth, or a view
+        of some of them."""
+        ...
+
+
+class Growing(NamedTuple):
+    """What a draft grows a tree with.
+
+    Attributes:
+        state: ``[R, 3]`` the texts' ends, as for chains. budget: ``[R]`` nodes of the longest path. sampling: the draft's. vocab_size: the target's.
+    """
+
+    state: Tensor
+    budget: Tensor
+    sampling: Sampling
+    vocab_size: int
+    rng: Numbers
 
 
 class Nodes(NamedTuple):
     """Consecutive nodes that are fed, or the last committed token and all nodes.
 
     Attributes:
-        depth: ``[n]`` int64, of each; -1 for the last committed token. at: ``[n]`` int64 their slots after the text's end. words: ``[n]`` int64 and
-            depths: ``[R, N]`` int32, of all nodes, as in ``Lowered``.
+        depth: ``[n]`` or ``[R, n]`` int64, of each; -1 for the last committed token. at: ``[n]`` int64 their slots after the text's end. words: ``[n]`` or
+            ``[R, n]`` int64 and depths: ``[R, N]`` int32, of all nodes, as in ``Lowered``.
     """
 
     depth: Tensor
@@ -55,38 +58,83 @@ class Nodes(NamedTuple):
     depths: Tensor
 
 
-class Branches:
-    """The tensors of a tree on a device, for ``rows`` rows.
+class Grown(NamedTuple):
+    """A tree of N nodes for every row: those that exist come first, depth by depth, each after its parent.
 
     Attributes:
-        depth, sibling, law: ``[N]`` int64, of each node: its depth, its number among the nodes of its depth, and the distribution that it was
-            drawn from, if every distribution is kept.
-        children: ``[N + 1, widest]`` of the last committed token and of each node; -1 where there are no more.
-        levels: the nodes of each depth. all: the last committed token and all nodes.
+        tokens: ``[R, N]``. exists: ``[R, N]`` bool. parents: ``[R, N]``, -1 for the last committed token. finite: ``[R, N]`` bool, whether
+            what a node was drawn from is a distribution. depth, sibling: ``[N]`` or ``[R, N]``, of each node, and its number among the nodes of its depth.
+        nodes: the last committed token and all nodes. fan: the most children of a node, by depth.
+        laws: ``[R, Q, V]``, the distributions that nodes were drawn from, and law ``[N]``, which of them each was drawn from; ``None`` for point masses, whose
+            siblings differ.
     """
 
-    def __init__(self, shape: TreeShape, rows: int, device: torch.device):
-        self.shape, parents, counts = shape, shape.parents, shape.counts
-        N, ends = len(parents), list(accumulate(counts, initial=0))
+    tokens: Tensor
+    exists: Tensor
+    parents: Tensor
+    finite: Tensor
+    depth: Tensor
+    sibling: Tensor
+    nodes: Nodes
+    fan: Sequence[int]
+    laws: Tensor | None = None
+    law: Tensor | None = None
+
+
+class Branches:
+    """A tree of the same shape in every round, as tensors on a device.
+
+    Args:
+        widths: every node at depth d has ``widths[d]`` children. apiece: each was drawn from a distribution of its own; otherwise siblings from one.
+    Attributes:
+        parents, depth, sibling, law: ``[N]`` int64, as in ``Grown``.
+        all: the last committed token and all nodes. levels: the nodes of each depth.
+    """
+
+    def __init__(self, widths: Sequence[int], apiece: bool, rows: int, device: torch.device):
+        self.widths, counts = widths, list(accumulate(widths, int.__mul__))
+        ends = list(accumulate(counts, initial=0))
         depth = [d for d, count in enumerate(counts) for _ in range(count)]
+        above = [-1, *ends]  # the first node of the depth above; the last committed token is -1
+        parents = [above[d] + i // widths[d] for d, n in enumerate(counts) for i in range(n)]
         words: list[int] = []
-        children = [[-1] * max(shape.widths) for _ in range(N + 1)]
         for n, up in enumerate(parents):
             words.append(1 << n | (words[up] if up >= 0 else 0))
-            row = children[up + 1]
-            row[row.index(-1)] = n
         signed = [word - (1 << 64) if word >> 63 else word for word in words]
 
-        def long(numbers: list[Any]) -> Tensor:
+        def long(numbers: list[int]) -> Tensor:
             return to_device(torch.tensor(numbers, dtype=torch.long), device)
 
         with torch.inference_mode(False):
-            self.depth, self.children = long(depth), long(children)
+            self.parents, self.depth = long(parents), long(depth)
             self.sibling = long([n - ends[d] for n, d in enumerate(depth)])
-            self.law = long(list(range(N)) if shape.apiece else [up + 1 for up in parents])
-            depths = self.depth.int().expand(rows, N).contiguous()
-            self.all = Nodes(long([-1, *depth]), long(list(range(-1, N))), long([0, *signed]), depths)
+            self.law = long(list(range(len(parents))) if apiece else [up + 1 for up in parents])
+            depths = self.depth.int().expand(rows, -1).contiguous()
+            self.all = Nodes(
+                long([-1, *depth]), long(list(range(-1, len(parents)))), long([0, *signed]), depths
+            )
             self.levels = [
                 Nodes(long(depth[a:b]), long(list(range(a, b))), long(signed[a:b]), depths)
                 for a, b in pairwise(ends)
             ]
+
+
+def grown(
+    tokens: Tensor, exists: Tensor, parents: Tensor, depth: Tensor, finite: Tensor, fan: Sequence[int]
+) -> Grown:
+    """A tree of point masses that has another shape in every round. All are ``[R, N]``; nodes that do not exist have depths not below the others'."""
+    (R, N), device = tokens.shape, tokens.device
+    number = torch.arange(N, device=device)
+    own = (torch.ones_like(number) << number).expand(R, N)
+    up, words = parents.clamp(min=0), own
+    for _ in fan:  # each turn adds an ancestor
+        words = own | torch.where(parents < 0, 0, words.gather(1, up))
+    before = (depth[:, None] < depth[:, :, None]).sum(2)
+    root = torch.zeros_like(depth[:, :1])
+    nodes = Nodes(
+        torch.cat([root - 1, depth], 1),
+        torch.arange(-1, N, device=device),
+        torch.cat([root, words], 1),
+        depth.int().contiguous(),
+    )
+    return Grown(tokens, exists, parents, finite, depth, number - before, nodes, fan)

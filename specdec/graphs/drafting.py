@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from specdec.cache.ring import Ring
 from specdec.cache.slots import Slots
 from specdec.cache.static import StaticStore
-from specdec.graphs.branches import Branches, Nodes, TreeShape
+from specdec.graphs.branches import Growing, Grown, Nodes, TreeShape
 from specdec.graphs.programs import Programs
 from specdec.graphs.ring_plan import RingPlans
 from specdec.graphs.static import Forward, StaticPlan
@@ -25,7 +25,7 @@ class Given(NamedTuple):
 
     Attributes:
         on: the round's inputs, ``rows``, ``real`` and ``most`` ``[R]`` among them, and where the target has pages, each row's, ``table [R, P]``
-            (``WholeRound``). steps: drafted tokens of each row.
+            (``WholeRound``). steps: drafted tokens of each row's longest path.
         longest: the most slots that are read in any row. target: the target's keys and values.
         carry: ``[R, ...]`` what ``observe`` returned in each row's last round.
     """
@@ -42,13 +42,14 @@ class Given(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """The target's pass over each row's last committed token and its chain, and the verdict on it.
+    """The target's pass over each row's last committed token and its chain or tree, and the verdict on it.
 
     Attributes:
         length: ``[R]`` committed tokens before the round. ids: ``[R, steps + 1]`` the tokens that were fed.
         layers: tap -> activations ``[R * (steps + 1), E]``, row after row.
         accepted: ``[R]`` tokens of the chain. bonus: ``[R]`` the token after them.
-        path: ``[R, steps]`` of a tree, its nodes that were accepted, followed by -1; ``ids`` has their tokens, then others. ``None`` for a chain.
+        path: ``[R, steps]`` of a tree, its accepted nodes, followed by -1. ``ids`` and ``layers`` then have the last committed token and these nodes, and arbitrary
+            entries after them. ``None`` for a chain.
     """
 
     length: Tensor
@@ -200,9 +201,12 @@ class Drafting(ABC):
         """The tree that a bound draft proposes where paths have at most ``length`` nodes; ``None``: it proposes chains."""
         return None
 
-    def levels(self, given: Given, state: Tensor, branches: Branches) -> Callable[[int, Tensor], Tensor]:
-        """As ``chain``, for a tree: ``(d, tokens [R, n]) -> logits [R, n, V]``, called with the last committed tokens, then with the nodes of each depth
-        but the deepest."""
+    def constants(self, rows: int, device: torch.device, steps: int) -> Any:
+        """What ``grow`` needs for ``rows`` rows and paths of ``steps`` nodes, and the host knows beforehand: a step copies nothing from the host."""
+        return None
+
+    def grow(self, given: Given, growing: Growing, constants: Any) -> Grown:
+        """Draft a tree; ``constants``: as ``constants`` made them."""
         raise NotImplementedError
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""A whole round of a chain as one captured step: the draft's chain, the target's pass over it, the verdict, and the next round's inputs.
+"""A whole round as one captured step: the draft's chain or tree, the target's pass over it, the verdict, and the next round's inputs.
 
 The texts' ends (length and last two tokens of every row) stay on the device, so a round may be launched before the last one's verdict is on
 the host. Random numbers are computed in the step, from the keys that the host would use.
@@ -26,12 +26,12 @@ from specdec.rng import triton_kernels
 from specdec.sampling import Sampling, fit
 from specdec.verifiers.rejection import residual
 
-# Columns of a result; the drafted tokens are in those from ``TOKENS`` on, followed by the accepted path of a tree.
+# Columns of a result; the drafted tokens are in those from ``TOKENS`` on. Of a tree the accepted path follows, and each node's parent.
 ACCEPTED, NEXT, FINITE, DRAWN, TOKENS = range(5)
 
 
 class RoundShape(NamedTuple):
-    """What a round is captured for: ``rows`` of at most ``length`` slots, ``steps`` drafted tokens (0: no draft).
+    """What a round is captured for: ``rows`` of at most ``length`` slots, paths of ``steps`` drafted tokens (0: no draft).
 
     ``verdict``: ``"rejection"`` as ``verifiers.Rejection`` decides, ``"fused"`` as ``FusedRejection`` does on logits (for a ``sampling`` that has nothing but
     a temperature), ``"coupled"`` as ``Coupled``; at temperature 0 all compare tokens. ``drawing``: the draft's sampling. ``tree``: of depth ``steps``;
@@ -49,7 +49,17 @@ class RoundShape(NamedTuple):
     @property
     def nodes(self) -> int:
         """Drafted tokens of a row."""
-        return self.steps if self.tree is None else self.tree.nodes(self.steps)
+        return self.steps if self.tree is None else self.tree.nodes
+
+
+class Drafted(NamedTuple):
+    """Chains: ``tokens [R, N]``, whether each ``exists``, whether what it was drawn from is ``finite``, and these distributions, ``laws [R, N, V]``; ``None``
+    for point masses."""
+
+    tokens: Tensor
+    exists: Tensor
+    finite: Tensor
+    laws: Tensor | None
 
 
 class Decided(NamedTuple):
@@ -135,7 +145,7 @@ class WholeRound(Program):
             self.carry.copy_(before.carry)
 
     def run(self) -> Tensor:
-        """``[R, TOKENS + nodes]`` (of a tree with ``steps`` more) the round's result, which holds until the next; the state goes on to the next round."""
+        """``[R, TOKENS + nodes]`` (of a tree ``steps + nodes`` more) the round's result, which holds until the next; the state goes on to the next round."""
         made: Any = self.replay() if self.captured else self.body()
         result, state, carry = made
         self.state.copy_(state)
@@ -148,14 +158,13 @@ class WholeRound(Program):
         shape, most, V = self.shape, self.staged.on["most"], self.target.vocab_size
         length, last = self.state[:, 0], self.state[:, 2]
         live, budget = most > length, (most - length - 1).clamp(0, shape.steps)
-        nodes = self._within(budget)
         given = Given(self.staged.on, shape.steps, shape.length, self.target.store, self.carry)
-        tokens, q, drawn = self._draw(given)
-        drawn = (drawn | ~nodes).all(1)
-        ids = torch.cat([last[:, None], tokens], 1)
+        drafted = self._draw(given, budget)
+        drawn = (drafted.finite | ~drafted.exists).all(1)
+        ids = torch.cat([last[:, None], drafted.tokens], 1)
         caught: dict[int, list[Tensor]] = {tap: [] for tap in self.draft.taps} if self.draft else {}
-        logits = self._read(given, ids, caught).view(shape.rows, shape.nodes + 1, V)
-        made = self._decide(logits, tokens, q, nodes, length)
+        logits = self._read(given, ids, drafted, caught).view(shape.rows, shape.nodes + 1, V)
+        made = self._decide(logits, drafted, length)
         # NaN may give another token; the next round is launched before this is noticed.
         passed = self._passed(given, ids, caught, made._replace(bonus=made.bonus.clamp(0, V - 1)))
         carry = None if self.draft is None else self.draft.observe(given, passed)
@@ -163,28 +172,28 @@ class WholeRound(Program):
         held = passed.ids.gather(1, accepted[:, None])[:, 0]
         state = torch.stack([length + accepted + 1, held, bonus], 1)
         result = torch.stack([accepted, bonus, made.finite.long(), drawn.long()], 1)
-        parts = [result, tokens] if made.path is None else [result, tokens, made.path]
-        return torch.cat(parts, 1), torch.where(live[:, None], state, self.state), carry
+        result = torch.cat([result, *self._said(drafted, made)], 1)
+        return result, torch.where(live[:, None], state, self.state), carry
 
-    def _within(self, budget: Tensor) -> Tensor:
-        """``[R, nodes]`` whether each drafted token exists, by ``budget [R]``."""
-        return torch.arange(self.shape.steps, device=self.device) < budget[:, None]
+    def _said(self, drafted: Any, made: Decided) -> list[Tensor]:
+        """The columns from ``TOKENS`` on."""
+        return [drafted.tokens]
 
-    def _read(self, given: Given, ids: Tensor, caught: dict[int, list[Tensor]]) -> Tensor:
+    def _read(self, given: Given, ids: Tensor, drafted: Any, caught: dict[int, list[Tensor]]) -> Tensor:
         """The target's logits after the last committed and the drafted tokens ``ids``."""
         return self.target.feed(given, ids, self.state[:, 0] - 1, None, caught)
 
     def _passed(self, given: Given, ids: Tensor, caught: dict[int, list[Tensor]], made: Decided) -> Passed:
-        """What the draft may read of the target's pass; afterwards keys and values of the accepted tokens are in place."""
+        """Put keys and values of the accepted tokens in place, and return what the draft may read of the target's pass."""
         layers = {tap: x for tap, (x,) in caught.items()}
         return Passed(self.state[:, 0], ids, layers, made.accepted, made.bonus)
 
-    def _draw(self, given: Given) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Drafted tokens ``[R, nodes]``, the distributions that they were drawn from, and whether each has one, ``[R, nodes]``."""
+    def _draw(self, given: Given, budget: Tensor) -> Any:
+        """Draft, for rows of at most ``budget [R]`` tokens."""
         shape, length = self.shape, self.state[:, 0]
         if self.draft is None:
             none = length.new_zeros(shape.rows, 0)
-            return none, None, none.bool()
+            return Drafted(none, none.bool(), none.bool(), None)
         tokens: list[Tensor] = []
         tops: list[Tensor] = []
         distributions: list[Tensor] = []
@@ -202,13 +211,14 @@ class WholeRound(Program):
             token = token.clamp(0, self.target.vocab_size - 1)
             tops.append(top)
             tokens.append(token)
-        drawn = torch.isfinite(torch.stack(tops, 1))
-        return torch.stack(tokens, 1), torch.stack(distributions, 1) if distributions else None, drawn
+        finite, laws = torch.isfinite(torch.stack(tops, 1)), None
+        if distributions:
+            laws = torch.stack(distributions, 1)
+        return Drafted(torch.stack(tokens, 1), depths < budget[:, None], finite, laws)
 
-    def _decide(
-        self, logits: Tensor, tokens: Tensor, q: Tensor | None, nodes: Tensor, length: Tensor
-    ) -> Decided:
-        """The verdict on ``tokens [R, steps]``, of which ``nodes`` exist, from ``logits [R, steps + 1, V]``."""
+    def _decide(self, logits: Tensor, drafted: Any, length: Tensor) -> Decided:
+        """The verdict on what was drafted, from ``logits [R, nodes + 1, V]``."""
+        tokens, nodes, _, q = drafted
         shape, depths = self.shape, torch.arange(self.shape.steps + 1, device=self.device)
         if shape.verdict == "fused" and not shape.sampling.greedy:
             accept, bonus = self._uniforms(length, depths[:-1], ACCEPT), self._uniforms(length, depths, BONUS)
@@ -247,7 +257,8 @@ class WholeRound(Program):
     def _uniforms(
         self, length: Tensor, depths: Tensor, stream: int, siblings: Tensor | None = None
     ) -> Tensor:
-        """``[R, D]`` as ``Philox.uniform`` gives them for blocks that begin at ``length [R]``; ``siblings [D]``: by default 0."""
+        """``[R, D]`` as ``Philox.uniform`` gives them for blocks that begin at ``length [R]``; ``depths`` and ``siblings`` (by default 0): ``[D]`` or
+        ``[R, D]``."""
         seed = self.staged.on["seed"]
         siblings = torch.zeros_like(depths) if siblings is None else siblings
         if length.is_cuda and triton_kernels():

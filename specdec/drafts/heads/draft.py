@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec.capabilities import DraftInfo
 from specdec.drafts.heads.captured import drawn
 from specdec.drafts.heads.chain import Chain
+from specdec.drafts.heads.dynamic_tree import DynamicTree
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import fresh
 from specdec.drafts.heads.kernels import Kernels
@@ -151,9 +152,8 @@ class Head:
         if self.programs is not None:
             self.programs.check(model.with_ends())
         lend = None if self.programs is None else self.programs.lent
-        ring = empty(
-            model.shapes, context.batch, context.tokens.shape[1], model.mask, lend, model.block_slots
-        )
+        slots = self.tree.slots if isinstance(self.tree, DynamicTree) else model.block_slots
+        ring = empty(model.shapes, context.batch, context.tokens.shape[1], model.mask, lend, slots)
         if self.programs is not None and ring is not None:
             ring = self.programs.kept(ring)
         return HeadState(ring, torch.zeros(context.batch, dtype=torch.long), None)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from specdec.arguments import at_least
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.slots import SlotAnchors
 from specdec.drafts.heads.within import within
-from specdec.kernels.device import to_device
+from specdec.kernels.device import to_device, to_host
 from specdec.kernels.topk import topk
 from specdec.rng import Rng
 from specdec.sampling import Sampling
@@ -51,6 +50,11 @@ class DynamicTree:
     def longest(self) -> int:
         return self.depth
 
+    @property
+    def slots(self) -> int:
+        """The most slots that a head takes for it: every frontier is read."""
+        return (self.depth - 1) * self.top_k
+
     def nodes(self, length: int) -> int:
         levels = min(length, self.depth)
         return min(self.total, self.top_k + (levels - 1) * self.top_k**2) if levels > 0 else 0
@@ -70,59 +74,107 @@ class DynamicTree:
         known = given.shape[1]
         for n in range(known - 1):  # the text has run ahead of the features
             _, memo = head.step(n, memo, given[:, n], at)
-        logits, memo = head.step(known - 1, memo, given[:, -1], at)
-        logits = within(head, logits[:, None], context, sampling)[:, 0]
+        frontiers: list[Proposal] = []  # the nodes that have children, as far as they are known
+
+        def allowed(logits: Tensor, token: Tensor | None, parent: Tensor | None) -> Tensor:
+            if not sampling.reads_text:
+                return logits
+            before = frontiers.pop() if frontiers else None
+            if token is None or parent is None:
+                return within(head, logits, context, sampling)
+            k, above = token.shape[1], parent.cpu()
+            if before is None:
+                grown = Proposal(token, torch.full_like(above, -1), torch.full((len(token),), k))
+            else:
+                last = before.nodes - k
+                grown = Proposal(
+                    torch.cat([before.tokens, token], 1),
+                    torch.cat([before.parents, last + above], 1),
+                    before.size + k,
+                )
+            frontiers.append(grown)
+            return within(head, logits, context, sampling, grown, grown.nodes - k)
+
+        levels = min(self.depth, int(budget.max()))
+        found = self.candidates(head, at, memo, given[:, -1], known - 1, levels, allowed)
+        token, parent, _, size = self.best(found, to_device(budget, given.device))
+        parent, size = to_host(parent, size)
+        N = int(size.max())
+        return Proposal(token[:, :N], parent[:, :N].contiguous(), size)
+
+    def candidates(
+        self,
+        head: HeadModel,
+        at: Any,
+        memo: Any,
+        token: Tensor,
+        first: int,
+        levels: int,
+        allowed: Callable[[Tensor, Tensor | None, Tensor | None], Tensor] = lambda logits, token, parent: (
+            logits
+        ),
+    ) -> Candidates:
+        """Expand ``levels`` depths, without waiting for the device.
+
+        Args:
+            at: the head's anchors, with ``under`` as in ``SlotAnchors``. token: ``[R]`` the last token, which step ``first`` reads.
+            allowed: what is left of logits ``[R, n, outputs]`` after a frontier's tokens ``[R, n]``, whose parents ``[R, n]`` are numbered in the
+                frontier before; ``None`` for the last token.
+        """
+        logits, memo = head.step(first, memo, token, at)
+        logits = allowed(logits[:, None], None, None)[:, 0]
         R, k, ids = len(logits), min(self.top_k, head.outputs), head.ids
         best = topk(logits.log_softmax(-1), k)
-        score, token = best.values.cpu(), ids[best.indices]
-        scores, tokens = [score], [token]
-        parents = [torch.full((R, k), -1)]
-        frontier, before = torch.arange(k).expand(R, k), at.used
+        score, token = best.values, ids[best.indices]
+        numbers = torch.arange(k, device=score.device)
+        scores, tokens, parents = [score], [token], [torch.full_like(token, -1)]
         memo = _each(memo, lambda x: x[:, None].expand(-1, k, *x.shape[1:]))
-        above = np.full((R, k), before - 1)  # the slot that each frontier node continues
-        # The frontiers, which are all nodes that have children.
-        grown = Proposal(token, parents[0], torch.full((R,), k))
-        for level in range(1, min(self.depth, int(budget.max()))):
+        frontier, parent = numbers.expand(R, k), numbers.expand(R, k)
+        above = torch.full_like(token, at.used - 1)  # the slot that each frontier node continues
+        for level in range(1, levels):
             begin = at.used
             at.under(above)
-            logits, memo = head.step(known - 1 + level, memo, token, at)
-            logits = within(head, logits, context, sampling, grown, k * (level - 1))
+            logits, memo = head.step(first + level, memo, token, at)
+            logits = allowed(logits, token, parent)
             best = topk(logits.log_softmax(-1), k)
-            children = (score[..., None] + best.values.cpu()).flatten(1)
-            known_nodes = sum(t.shape[1] for t in tokens)
+            children = (score[..., None] + best.values).flatten(1)
+            known = sum(t.shape[1] for t in tokens)
             scores.append(children)
             tokens.append(ids[best.indices].flatten(1))
             parents.append(frontier.repeat_interleave(k, 1))
             chosen = children.sort(dim=1, descending=True, stable=True).indices[:, :k]
-            frontier, score = known_nodes + chosen, children.gather(1, chosen)
+            frontier, score = known + chosen, children.gather(1, chosen)
             parent = chosen // k
-            above = (begin + parent).numpy()
-            token = tokens[-1].gather(1, to_device(chosen, token.device))
-            if sampling.reads_text:
-                parents_of = torch.cat([grown.parents, k * (level - 1) + parent], 1)
-                grown = Proposal(torch.cat([grown.tokens, token], 1), parents_of, grown.size + k)
-            where = torch.arange(R, device=token.device)[:, None], to_device(parent, token.device)
-            memo = _each(memo, itemgetter(where))
-        return self._best(scores, tokens, parents, budget)
+            above, token = begin + parent, tokens[-1].gather(1, chosen)
+            memo = _each(memo, itemgetter((torch.arange(R, device=token.device)[:, None], parent)))
+        return Candidates(scores, tokens, parents)
 
-    def _best(
-        self, scores: list[Tensor], tokens: list[Tensor], parents: list[Tensor], budget: Tensor
-    ) -> Proposal:
-        """The best candidates whose paths are within ``budget``. Of equal scores a parent comes before its children, so that it stays."""
-        score, token, parent = (torch.cat(parts, 1) for parts in (scores, tokens, parents))
-        depth = torch.cat([torch.full((s.shape[1],), d) for d, s in enumerate(scores)])
+    def best(self, found: Candidates, budget: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The best candidates whose paths are within ``budget [R]``: tokens, parents and depths ``[R, N]``, and how many exist, ``[R]``. Of equal
+        scores a parent comes before its children, so that it stays."""
+        score, token, parent = (torch.cat(parts, 1) for parts in found)
+        device, C = score.device, score.shape[1]
+        depth = torch.cat([torch.full_like(part, d) for d, part in enumerate(found.parents)], 1)
         allowed = depth < budget[:, None]
-        size = allowed.sum(1).clamp(max=self.total)
+        size, N = allowed.sum(1).clamp(max=self.total), min(self.total, C)
         order = score.masked_fill(~allowed, float("-inf")).sort(dim=1, descending=True, stable=True).indices
-        N = int(size.max())
-        kept = torch.where(torch.arange(N) < size[:, None], order[:, :N], score.shape[1]).sort(1).values
-        live = kept < score.shape[1]
-        kept = kept.clamp(max=score.shape[1] - 1)
-        place = torch.zeros_like(parent).scatter_(1, kept, torch.arange(N).expand_as(kept).where(live, 0))
+        number = torch.arange(N, device=device)
+        kept = torch.where(number < size[:, None], order[:, :N], C).sort(1).values
+        live = kept < C
+        kept = kept.clamp(max=C - 1)
+        place = torch.zeros_like(parent).scatter_(1, kept, number.expand_as(kept).where(live, 0))
         old = parent.gather(1, kept)
         new = torch.where(old < 0, -1, place.gather(1, old.clamp(min=0)))
-        new = torch.where(live, new, torch.arange(-1, N - 1).expand_as(new))
-        return Proposal(token.gather(1, to_device(kept, token.device)), new, size)
+        new = torch.where(live, new, number - 1)
+        return token.gather(1, kept), new, depth.gather(1, kept), size
+
+
+class Candidates(NamedTuple):
+    """Log-probabilities, tokens and parents of all candidates, ``[R, n]`` for each depth; parents are numbered among all of them."""
+
+    scores: list[Tensor]
+    tokens: list[Tensor]
+    parents: list[Tensor]
 
 
 def _each(memo: Any, f: Callable[[Tensor], Tensor]) -> Any:

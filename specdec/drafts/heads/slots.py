@@ -213,9 +213,9 @@ class SlotAnchors:
         self._text: np.ndarray | None = None  # what all queries see of the text, where that is the same
         self._parents: np.ndarray | None = None
 
-    def under(self, parents: np.ndarray) -> None:
+    def under(self, parents: Tensor) -> None:
         """Give the next pass a slot after each of ``parents [R, W]``, slots of this block. It sees its parent and its parent's ancestors."""
-        self._parents = parents
+        self._parents = parents.cpu().numpy()
 
     def slots(self, first: int, count: int | None = None, full: bool = False) -> SlotPass:
         """As ``contract.Anchors.slots``."""

@@ -37,7 +37,7 @@ class HeadDrafting(RingDrafting):
         if type(model) not in HEADS:
             return f"runs the heads {kinds}, but the draft's head is a {type(model).__name__}"
         if draft.tree != Chain():
-            return f"runs chains without a stop, but the draft's tree is {draft.tree!r}"
+            return f"runs chains without a stop and DynamicTree, but the draft's tree is {draft.tree!r}"
         if draft.programs is None:
             return "runs heads with graphs (drafts.Head(model, graphs=True)), but the draft has no graphs"
         draft.check_length(length)
