@@ -6,7 +6,7 @@
 Texts are sampled from the target once (`lab.record`), a trace for each of `--temperatures`. Along them every draft's chances of acceptance are known (`lab.replay`), so that
 selectors are replayed instead of decoded: `specdec.lab.selection` and `specdec.lab.selection_runs`. Seconds are those of measured rounds (`lab.arm_times`): drafting,
 verification, and the reading of all that a draft has not read when a request changes to it. The prompts of one half of the source
-files are for learning (rows `learned`), those of the other half are for all results.
+files are for learning (rows `learned`), those of the other half are for all results. `--prompts FILE` takes prompts of your own; results by domain are then by category.
 
 Rows, by `part`:
 - `worth`: best arm of each request by its exact expected seconds (`share:NAME`), and how many times faster than the best fixed arm the
@@ -45,9 +45,9 @@ from specdec.arm_policy import Arm
 from specdec.data.prompts import entries
 from specdec.lab import plots
 from specdec.lab.arm_times import ARMS, POOL, half_way, load_pool, measured, several
-from specdec.lab.console import progress, table
+from specdec.lab.console import progress, short_errors, table
 from specdec.lab.options import option, parse
-from specdec.lab.prompt_file import Entry
+from specdec.lab.prompt_file import Entry, read
 from specdec.lab.recipe import Plotted
 from specdec.lab.selection import Requests, RoundTimes, fixed_seconds, ratio, round_oracle, worth
 from specdec.lab.selection_costs import costs
@@ -64,6 +64,11 @@ Row = dict[str, Any]
 class Settings(Plotted):
     pool: tuple[str, ...] = option(ARMS, "arms: names in the zoo, ngram, none; NAME/K drafts K tokens")
     temperatures: tuple[float, ...] = option((1.0, 0.0), "every prompt is a request at each of these")
+    prompts: str | None = option(
+        None,
+        "JSON-lines file of prompts, used whole, at least 4 (default: pieces of held-out ones)",
+        metavar="FILE",
+    )
     split: Literal["test", "validation"] = option(
         "test", "packages of the prompts; validation: to choose a pool on"
     )
@@ -177,9 +182,10 @@ def calls(s: Settings) -> Iterator[Row]:
 def recorded(
     s: Settings, target: Any, arms: dict[str, Arm], folder: Path
 ) -> tuple[Requests, list[str], list[float]]:
-    """The requests, their domains and temperatures: pieces of held-out prompts, as long as those of `lab.workload`, and the target's texts."""
-    noise, prompts = np.random.default_rng(s.seed), []
-    for entry in entries(s.split)[: 12 if s.quick else None]:
+    """The requests, their domains (or categories) and temperatures: the user's prompts, or pieces of held-out prompts, as long as those of `lab.workload`, and
+    the target's texts."""
+    noise, prompts = np.random.default_rng(s.seed), [] if s.prompts is None else own_prompts(s.prompts)
+    for entry in entries(s.split)[: 12 if s.quick else None] if s.prompts is None else ():
         ids = target.tokenizer(entry["text"], add_special_tokens=False)["input_ids"]
         for piece in range(s.per_prompt):
             start = piece * len(ids) // s.per_prompt
@@ -222,6 +228,17 @@ def recorded(
         domains += [text.category for text in used]
         at += [temperature] * len(used)
     return Requests.join(parts, sources), domains, at
+
+
+def own_prompts(path: str) -> list[Entry]:
+    """The prompts of a file."""
+    with short_errors():
+        found = read(path)
+        if len({entry.source or entry.name for entry in found}) < 4:
+            raise ValueError(
+                f"{path} has prompts of fewer than 4 sources: give more, since selectors learn on one half of the sources and are judged on the other"
+            )
+    return found
 
 
 def spin(kinds: Sequence[Kind]) -> tuple[selectors.Spin, selectors.Spin]:

@@ -539,6 +539,25 @@ def test_ablations(tmp_path):
 
 
 @pytest.mark.slow
+def test_selection_on_prompts_of_ones_own(tmp_path):
+    own, file = tmp_path / "p.jsonl", tmp_path / "s.json"
+    lines = [
+        json.dumps({"prompt": text[:400], "category": f"c{i % 2}"}) for i, text in enumerate(prompts(n=8))
+    ]
+    own.write_text("\n".join(lines))
+    run("recipes/spin_selection.py", "--quick", "--prompts", str(own), "--json", str(file))
+    assert {r["group"] for r in report(file) if r["part"] == "worth" and r["by"] == "domain"} == {
+        "all",
+        "c0",
+        "c1",
+    }
+    own.write_text("\n".join(lines[:3]))
+    (failed,) = each(["recipes/spin_selection.py", "--quick", "--prompts", str(own)])
+    assert failed.returncode == 1
+    assert "fewer than 4 sources" in failed.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     [
