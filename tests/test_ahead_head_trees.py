@@ -9,7 +9,7 @@ from test_fast_heads import shake
 from tiny import tiny
 
 import specdec as sd
-from specdec.drafts.heads import DynamicTree, StaticTree
+from specdec.drafts.heads import DynamicTree, Medusa, StaticTree
 from specdec.executors import Ahead
 from specdec.verifiers import FusedRejection
 
@@ -58,6 +58,43 @@ def test_texts_and_rounds_are_those_of_serial(name, tree, graphs, verifier, temp
     prompts, budgets = PROMPTS[:3], BUDGETS[:3]  # a step has four rows, and the memory three
     _, made = same_rounds(builder, prompts, budgets, eos_token_id=())
     assert made[1].stats.accepted > (10 if temperature and tree not in ("a chain", "one depth") else 2)
+
+
+MARGINAL = {
+    "medusa": StaticTree.of_widths((3, 2, 1)),
+    "peagle": StaticTree(((0,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 3))),
+    "dflash": StaticTree.of_widths((4, 2, 2)),
+    "dflash, sliding, window": StaticTree.of_widths((3, 2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "graphs", "length", "verifier", "temperature"),
+    [
+        ("medusa", "eager", 3, sd.Rejection(), 5.0),
+        ("peagle", "recorded", 3, sd.Rejection(), 0),
+        ("dflash", "eager", 2, sd.Coupled(), 5.0),
+        ("dflash, sliding, window", "eager", 3, FusedRejection(), 5.0),
+        *(
+            pytest.param(name, graphs, length, verifier, temperature, marks=pytest.mark.slow)
+            for name in MARGINAL
+            for graphs, length, verifier, temperature in (
+                ("eager", 3, sd.Rejection(), 5.0),
+                ("recorded", 2, sd.Coupled(), 1.0),
+                ("recorded", 4, sd.Rejection(), 0),
+            )
+        ),
+    ],
+)
+def test_static_trees_of_marginal_distributions(name, graphs, length, verifier, temperature):
+    target = sd.HFModel(tiny("llama", vocab_size=16), graphs=graphs)
+    kind, own = (Medusa, {"heads": 5}) if name == "medusa" else chains.HEADS[name]
+    if "mask_token" in own:
+        own = own | {"mask_token": 15}
+    head = sd.drafts.Head(shake(kind.from_target(target, **own)), MARGINAL[name], graphs=graphs)
+    builder = sd.decoder(target).draft(head, length).verifier(verifier).sampling(temperature=temperature)
+    _, made = same_rounds(builder, PROMPTS[:3], BUDGETS[:3], eos_token_id=())
+    assert made[1].stats.accepted > (10 if temperature == 5 else 1)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +183,15 @@ def test_on_a_device_a_round_waits_once(temperature):
         ("eagle3", DynamicTree(), {"windows": [4]}, "has a mask or windows"),
         (
             "dflash",
-            StaticTree(((0,), (1,))),
+            DDTree(8),
             {},
-            "runs chains without a stop and DynamicTree, but the draft's tree is StaticTree",
+            "runs chains without a stop, DynamicTree and StaticTree, but the draft's tree is DDTree",
+        ),
+        (
+            "dflash",
+            StaticTree.of_widths((65,)),
+            {},
+            "runs trees of at most 64 nodes, and the draft's has 65",
         ),
     ],
 )

@@ -303,7 +303,7 @@ REFUSED = {
     ),
     "stop": (
         lambda t: Head(DSpark.from_target(t, rank=4), Chain(0.4), graphs="eager"),
-        "without a stop and DynamicTree, but .* Chain",
+        "without a stop, DynamicTree and StaticTree, but .* Chain",
     ),
     "subclass of medusa": (lambda t: Head(OwnMedusa.from_target(t), graphs="eager"), "head is a OwnMedusa"),
     "subclass of dflash": (lambda t: Head(OwnDFlash.from_target(t), graphs="eager"), "head is a OwnDFlash"),

@@ -169,7 +169,8 @@ def test_captured_rounds_refuse_rules_and_captured_chains_are_not_used():
     ):
         sd.decoder(target).draft(make(()), 3).executor(Ahead()).build()
         with pytest.raises(
-            ValueError, match=r"Ahead\(\) runs chains without a stop( and DynamicTree)?, but the draft's"
+            ValueError,
+            match=r"Ahead\(\) runs chains without a stop(, DynamicTree and StaticTree)?, but the draft's",
         ):
             sd.decoder(target).draft(make(Confidence()), 3).executor(Ahead()).build()
     assert [Model(small, stop=s).bind(target, sd.Sampling()).captured is None for s in (0, 0.2)] == [

@@ -51,7 +51,12 @@ class TreeDrafting(ModelDrafting):
 
     def constants(self, rows: int, device: torch.device, steps: int) -> Branches:
         """As ``Drafting.constants``."""
-        return Branches(self.widths[:steps], self.siblings.kind != "independent", rows, device)
+        above, level = list[int](), [-1]
+        for width in self.widths[:steps]:
+            first = len(above)
+            above += [node for node in level for _ in range(width)]
+            level = list(range(first, len(above)))
+        return Branches(above, self.siblings.kind != "independent", rows, device)
 
     def grow(self, given: Given, growing: Growing, constants: Any) -> Grown:
         """As ``Drafting.grow``."""
@@ -60,7 +65,7 @@ class TreeDrafting(ModelDrafting):
         some: Any = nowhere
         length, level = state[:, 0], state[:, 2:]
         first, tokens, tops, laws = self.chain(given, state), [], [], []
-        for d, width in enumerate(branches.widths):
+        for d, width in enumerate(branches.fan):
             if d == 0:
                 logits = first(0, level[:, 0])[:, None]
             else:
@@ -78,11 +83,10 @@ class TreeDrafting(ModelDrafting):
             level = children.flatten(1).clamp(0, V - 1)
             tokens.append(level)
             tops.append(top[..., None].expand(children.shape).flatten(1))
-        made, finite = torch.cat(tokens, 1), torch.isfinite(torch.cat(tops, 1))
-        exists = branches.depth < growing.budget[:, None]
-        fixed = branches.depth, branches.sibling, branches.all, branches.widths
-        drawn_from = (torch.cat(laws, 1), branches.law) if laws else (None, None)
-        return Grown(made, exists, branches.parents.expand_as(made), finite, *fixed, *drawn_from)
+        finite = torch.isfinite(torch.cat(tops, 1))
+        return branches.grown(
+            torch.cat(tokens, 1), growing.budget, finite, torch.cat(laws, 1) if laws else None
+        )
 
     def observe(self, given: Given, passed: Passed) -> Tensor | None:
         """As ``Drafting.observe``."""

@@ -17,7 +17,8 @@ from specdec.cache.token_index import Row
 from specdec.composition import Composition
 from specdec.drafts.heads.draft import Head
 from specdec.drafts.heads.dynamic_tree import DynamicTree
-from specdec.drafts.heads.tree_round import HeadTreeDrafting
+from specdec.drafts.heads.static_tree import StaticTree
+from specdec.drafts.heads.tree_round import HeadStaticDrafting, HeadTreeDrafting
 from specdec.drafts.heads.whole_round import HeadDrafting
 from specdec.drafts.magicdec.draft import MagicDec
 from specdec.drafts.magicdec.whole_round import ViewDrafting
@@ -49,6 +50,7 @@ DRAFTS: dict[type, Any] = {
     MagicDec: ViewDrafting,
     Head: HeadDrafting,
 }
+HEAD_TREES: dict[type, Any] = {DynamicTree: HeadTreeDrafting, StaticTree: HeadStaticDrafting}
 CONSTANT = (Masked, Windowed)  # models whose keys and values are in a ring
 
 
@@ -56,8 +58,8 @@ def drafting_of(draft: Any) -> Any:
     """The ``Drafting`` of a draft, or ``None``."""
     if type(draft) is Model and class_of(draft.model) in CONSTANT:
         return WindowedDrafting
-    if type(draft) is Head and type(draft.tree) is DynamicTree:
-        return HeadTreeDrafting
+    if type(draft) is Head and type(draft.tree) in HEAD_TREES:
+        return HEAD_TREES[type(draft.tree)]
     return DRAFTS.get(type(draft))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Hashable, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -85,38 +87,45 @@ class Branches:
     """A tree of the same shape in every round, as tensors on a device.
 
     Args:
-        widths: every node at depth d has ``widths[d]`` children. apiece: each was drawn from a distribution of its own; otherwise siblings from one.
+        above: of each node its parent, -1 for the last committed token; depth by depth. apiece: each was drawn from a distribution of its own;
+            otherwise siblings from one.
     Attributes:
-        parents, depth, sibling, law: ``[N]`` int64, as in ``Grown``.
+        parents, depth, sibling, law: ``[N]`` int64, as in ``Grown``; ``fan`` likewise.
         all: the last committed token and all nodes. levels: the nodes of each depth.
     """
 
-    def __init__(self, widths: Sequence[int], apiece: bool, rows: int, device: torch.device):
-        self.widths, counts = widths, list(accumulate(widths, int.__mul__))
-        ends = list(accumulate(counts, initial=0))
-        depth = [d for d, count in enumerate(counts) for _ in range(count)]
-        above = [-1, *ends]  # the first node of the depth above; the last committed token is -1
-        parents = [above[d] + i // widths[d] for d, n in enumerate(counts) for i in range(n)]
+    def __init__(self, above: Sequence[int], apiece: bool, rows: int, device: torch.device):
+        depth: list[int] = []
         words: list[int] = []
-        for n, up in enumerate(parents):
-            words.append(1 << n | (words[up] if up >= 0 else 0))
+        for n, up in enumerate(above):
+            depth.append(0 if up < 0 else depth[up] + 1)
+            words.append(1 << n | (0 if up < 0 else words[up]))
         signed = [word - (1 << 64) if word >> 63 else word for word in words]
+        ends = [bisect_left(depth, d) for d in range(depth[-1] + 2)]
+        children = Counter(above)
+        self.fan = [max(children[up] for up in above[a:b]) for a, b in pairwise(ends)]
 
         def long(numbers: list[int]) -> Tensor:
             return to_device(torch.tensor(numbers, dtype=torch.long), device)
 
         with torch.inference_mode(False):
-            self.parents, self.depth = long(parents), long(depth)
+            self.parents, self.depth = long(list(above)), long(depth)
             self.sibling = long([n - ends[d] for n, d in enumerate(depth)])
-            self.law = long(list(range(len(parents))) if apiece else [up + 1 for up in parents])
+            self.law = long(list(range(len(above))) if apiece else [up + 1 for up in above])
             depths = self.depth.int().expand(rows, -1).contiguous()
             self.all = Nodes(
-                long([-1, *depth]), long(list(range(-1, len(parents)))), long([0, *signed]), depths
+                long([-1, *depth]), long(list(range(-1, len(above)))), long([0, *signed]), depths
             )
             self.levels = [
                 Nodes(long(depth[a:b]), long(list(range(a, b))), long(signed[a:b]), depths)
                 for a, b in pairwise(ends)
             ]
+
+    def grown(self, tokens: Tensor, budget: Tensor, finite: Tensor, laws: Tensor | None = None) -> Grown:
+        """The tree with ``tokens [R, N]``, and the other arguments as in ``Growing`` and ``Grown``."""
+        fixed = self.depth, self.sibling, self.all, self.fan
+        parents, law = self.parents.expand_as(tokens), None if laws is None else self.law
+        return Grown(tokens, self.depth < budget[:, None], parents, finite, *fixed, laws, law)
 
 
 def grown(

@@ -1,25 +1,29 @@
-"""A head's dynamic tree in a whole round that is one captured step (``executors.Ahead``)."""
+"""A head's tree in a whole round that is one captured step (``executors.Ahead``)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec.drafts.heads.captured import StaticPass
+from specdec.drafts.heads.chain import Chain
 from specdec.drafts.heads.contract import Sight
 from specdec.drafts.heads.draft import Head
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.mtp import MTP
-from specdec.drafts.heads.whole_round import HeadDrafting
+from specdec.drafts.heads.whole_round import Anchored, HeadDrafting
 from specdec.drafts.tree_round import too_many
-from specdec.graphs.branches import Growing, Grown, TreeShape, grown
+from specdec.graphs.branches import Branches, Growing, Grown, TreeShape, grown
 from specdec.graphs.drafting import Given
+from specdec.kernels.device import to_device
+from specdec.kernels.topk import topk
 
 
 class HeadTreeDrafting(HeadDrafting):
-    """``Drafting`` of a head that takes one slot for each node, and sees all of the text.
+    """``Drafting`` of a head with a ``DynamicTree``: one that takes one slot for each node, and sees all of the text.
 
     The nodes that it reads take the slots from the text's last position on, in the order in which they are read. After the verdict, the positions of the accepted
     path are read anew, as after a chain.
@@ -38,11 +42,9 @@ class HeadTreeDrafting(HeadDrafting):
             return (
                 f"runs dynamic trees of the heads {names}, but the draft's head is a {type(model).__name__}"
             )
-        if draft.programs is None:
-            return "runs heads with graphs (drafts.Head(model, graphs=True)), but the draft has no graphs"
         if model.mask is not None or any(model.settings.get("windows") or ()):
             return "runs trees of heads that see all of the text, but the draft's head has a mask or windows"
-        return too_many(_shape(draft, length).nodes)
+        return _why_not(draft, _shape(draft, length).nodes)
 
     @staticmethod
     def tree(draft: Head, length: int) -> TreeShape:
@@ -61,6 +63,56 @@ class HeadTreeDrafting(HeadDrafting):
         finite = ~torch.isnan(torch.cat(found.scores, 1)).any(1, keepdim=True)
         tokens = tokens.clamp(0, growing.vocab_size - 1)
         return grown(tokens, exists, parents, depth, finite.expand_as(exists), [width] * levels)
+
+
+class HeadStaticDrafting(HeadDrafting):
+    """``Drafting`` of a head with a ``StaticTree``, whose distributions do not depend on the tokens before."""
+
+    def __init__(self, draft: Head, memory: Any):
+        super().__init__(draft, memory)
+        self.grower: Any = draft.tree
+
+    @staticmethod
+    def why_not(draft: Head, target: object, length: int) -> str | None:
+        """As ``Drafting.why_not``."""
+        chain = HeadDrafting.why_not(replace(draft, tree=Chain()), target, length)
+        return chain or _why_not(draft, draft.tree.nodes(length))
+
+    @staticmethod
+    def tree(draft: Head, length: int) -> TreeShape:
+        """As ``Drafting.tree``."""
+        tree: Any = draft.tree
+        return TreeShape(tree.nodes(length), tree)
+
+    def constants(self, rows: int, device: torch.device, steps: int) -> Any:
+        """The tree, and the depth and the rank of each node's token."""
+        paths = self.grower.paths[: self.grower.nodes(steps)]
+        place = {path: node for node, path in enumerate(paths)}
+        places = torch.tensor([(len(path) - 1, path[-1]) for path in paths])
+        with torch.inference_mode(False):
+            branches = Branches([place.get(path[:-1], -1) for path in paths], False, rows, device)
+            return branches, to_device(places, device)
+
+    def grow(self, given: Given, growing: Growing, constants: Any) -> Grown:
+        """As ``Drafting.grow``."""
+        branches, places = constants
+        at: Any = Anchored(self, growing.state[:, 0] - 1, given.longest + self.model.block_slots)
+        memo: Any = given.carry
+        ranks, found, finite = 1 + max(map(max, self.grower.paths)), [], []
+        for n in range(len(branches.fan)):
+            logits, memo = self.model.step(n, memo, growing.state[:, 2], at)
+            best = topk(logits, ranks)
+            found.append(self.model.ids[best.indices])
+            finite.append(~torch.isnan(best.values[:, :1]))
+        depth, rank = places.unbind(1)
+        tokens = torch.stack(found, 1)[:, depth, rank].clamp(0, growing.vocab_size - 1)
+        return branches.grown(tokens, growing.budget, torch.cat(finite, 1)[:, depth])
+
+
+def _why_not(draft: Head, nodes: int) -> str | None:
+    if draft.programs is None:
+        return "runs heads with graphs (drafts.Head(model, graphs=True)), but the draft has no graphs"
+    return too_many(nodes)
 
 
 def _shape(draft: Head, length: int) -> TreeShape:

@@ -37,7 +37,7 @@ class HeadDrafting(RingDrafting):
         if type(model) not in HEADS:
             return f"runs the heads {kinds}, but the draft's head is a {type(model).__name__}"
         if draft.tree != Chain():
-            return f"runs chains without a stop and DynamicTree, but the draft's tree is {draft.tree!r}"
+            return f"runs chains without a stop, DynamicTree and StaticTree, but the draft's tree is {draft.tree!r}"
         if draft.programs is None:
             return "runs heads with graphs (drafts.Head(model, graphs=True)), but the draft has no graphs"
         draft.check_length(length)
@@ -61,7 +61,7 @@ class HeadDrafting(RingDrafting):
         return state.carry
 
     def chain(self, given: Given, state: Tensor) -> Callable[[int, Tensor], Tensor]:
-        at: Any = _Anchors(self, state[:, 0] - 1, given.longest + self.model.block_slots)
+        at: Any = Anchored(self, state[:, 0] - 1, given.longest + self.model.block_slots)
         memo: Any = given.carry
 
         def forward(n: int, tokens: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class HeadDrafting(RingDrafting):
         return StaticPass(self.store, at, seen, position, narrow)
 
 
-class _Anchors:
+class Anchored:
     """``contract.Anchors`` of a chain, whose slots follow one another in the text."""
 
     def __init__(self, drafting: HeadDrafting, anchor: Tensor, longest: int):
