@@ -9,7 +9,7 @@ from test_fast_heads import shake
 from tiny import tiny
 
 import specdec as sd
-from specdec.drafts.heads import DynamicTree, Medusa, StaticTree
+from specdec.drafts.heads import DDTree, DynamicTree, Medusa, StaticTree
 from specdec.executors import Ahead
 from specdec.verifiers import FusedRejection
 

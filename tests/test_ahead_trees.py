@@ -89,7 +89,7 @@ def test_shapes_and_settings(widths, length, settings):
 
 def test_a_tree_of_as_many_nodes_as_a_word_has_bits():
     same_rounds(builder_of((32, 1)).greedy(), PROMPTS[:2], [20, 9], eos_token_id=())
-    words = Branches((32, 1), False, 2, torch.device("cpu")).all.words
+    words = Branches([-1] * 32 + list(range(32)), False, 2, torch.device("cpu")).all.words
     assert words[64] == 1 << 31 | -(1 << 63)
     with pytest.raises(ValueError, match="trees of at most 64 nodes, and the draft's has 65: use"):
         builder_of((65,)).executor(Ahead()).build()
