@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import test_ahead_heads as chains
+import torch
 from both_executors import BUDGETS, PROMPTS, a_round_waits_once, batch_of, same_rounds
 from test_fast_heads import shake
 from tiny import tiny
 
 import specdec as sd
-from specdec.drafts.heads import DDTree, DynamicTree, Medusa, StaticTree
-from specdec.executors import Ahead
+from specdec.drafts.heads import DDTree, DynamicTree, Medusa, StaticTree, tree_round
+from specdec.executors import Ahead, Serial
 from specdec.verifiers import FusedRejection
 
 TREES = {
@@ -154,6 +155,39 @@ def test_random_batches(seed):
     same_rounds(
         builder.verifier(pick.choice([sd.Rejection(), sd.Coupled()])), prompts, budgets, eos_token_id=()
     )
+
+
+def test_nodes_that_are_read_and_dropped_have_room_at_the_end_of_a_row(monkeypatch):
+    """Nodes that are kept are fewer than those that the head reads, and all of these are seen."""
+    seen = []
+
+    class Anchors(tree_round._TreeAnchors):
+        def slots(self, *arguments, **named):
+            made = super().slots(*arguments, **named)
+            seen.append(self.longest - int(self.anchor.max()) - self.used)
+            return made
+
+    monkeypatch.setattr(tree_round, "_TreeAnchors", Anchors)
+    target = sd.HFModel(tiny("llama", vocab_size=16), graphs="eager")
+    head = sd.drafts.Head(shake(chains.Eagle3.from_target(target)), DynamicTree(10, 6, 10), graphs="eager")
+    builder = sd.decoder(target).draft(head, 6).sampling(temperature=5.0)
+    prompts = [[t % 16 for t in range(200)], [3 * t % 16 for t in range(150)]]
+    same_rounds(builder, prompts, [40, 60], eos_token_id=())
+    assert min(seen) >= 0
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("executor", [Serial(), Ahead()])
+def test_a_head_with_logits_that_are_not_finite_is_refused(executor, temperature):
+    decoder = builder_of("own ends").sampling(temperature=temperature).executor(executor).build()
+
+    def spoil(round):
+        if round.number == 2:
+            with torch.no_grad():
+                decoder.draft.model.lm_head.weight.fill_(float("nan"))
+
+    with pytest.raises(ValueError, match="draft's logits of row"):
+        decoder.generate(PROMPTS, 30, seed=0, eos_token_id=(), on_round=spoil)
 
 
 @pytest.mark.parametrize("temperature", [0, pytest.param(1.0, marks=pytest.mark.slow)])

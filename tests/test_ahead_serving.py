@@ -108,10 +108,8 @@ def test_with_a_capacity_captured_rounds_outlive_pauses_and_streams(monkeypatch,
 def test_a_target_in_pages(drafted):
     def make():
         target = sd.HFModel(tiny("llama"), graphs="eager", page=8)
-        builder, small = (
-            sd.decoder(target).verifier(sd.Coupled()),
-            sd.HFModel(tiny("llama", 1), graphs="eager"),
-        )
+        builder = sd.decoder(target).verifier(sd.Coupled())
+        small = sd.HFModel(tiny("llama", 1), graphs="eager")
         draft = sd.drafts.Tree(small, (3, 2, 2)) if drafted == "tree" else small
         return builder.draft(draft, 3) if drafted else builder
 

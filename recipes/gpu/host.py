@@ -90,16 +90,16 @@ class Still:
         said[:, FINITE : DRAWN + 1] = 1
         if tree is None:
             return
-        steps = result.shape[1] - TOKENS - 2 * tree.nodes
-        parents, path, node = result[0, -tree.nodes :].tolist(), [], -1
-        while node in parents and len(path) < steps:  # the first child of the first child ...
-            node = parents.index(node)
-            path.append(node)
-        result[:, -tree.nodes :] = result[0, -tree.nodes :].clone()
-        taken = torch.arange(len(path)) < accepted[:, None]
-        result[:, TOKENS + tree.nodes : TOKENS + tree.nodes + len(path)] = torch.where(
-            taken, torch.tensor(path), -1
-        )
+        parents = result[0, -tree.nodes :].clone()
+        above: list[list[int]] = []  # the path to each node
+        for node, up in enumerate(parents.tolist()):
+            above.append([*(above[up] if up >= 0 else []), node])
+        path = torch.tensor(max(above, key=len))
+        said[:, ACCEPTED] = accepted.clamp(max=len(path))
+        taken = torch.where(torch.arange(len(path)) < said[:, ACCEPTED, None], path, -1)
+        result[:, TOKENS + tree.nodes : -tree.nodes] = -1
+        result[:, TOKENS + tree.nodes : TOKENS + tree.nodes + len(path)] = taken
+        result[:, -tree.nodes :] = parents
 
     def _logits(self, logits: Tensor, verified: bool) -> None:
         """Token ``TOKEN`` has the share ``SHARE``, and where a proposal is ``verified``, row b's argmax is another one from place ``(b + 2) % 5`` on."""

@@ -32,11 +32,10 @@ class Ahead:
     """Chains or a tree of a draft, or plain decoding, with CUDA graphs: one graph a round, launched a round ahead.
 
     It runs the parts that the captured step computes, and refuses all others: an ``HFModel`` with ``graphs``; a ``drafts.Model`` of such a model
-    (also ``Windowed`` or ``Masked``, in constant memory, with masks of the library), a ``drafts.Tree`` of such a model, a
-    ``drafts.Spire`` with ``graphs``, a ``drafts.MagicDec``
-    without a pruner, a ``drafts.Head`` with ``graphs`` that draws chains from a head of the library, a ``DynamicTree`` from
-    ``Eagle3`` or ``MTP``, or a ``StaticTree``, or no draft; trees have at most 64 nodes;
-    ``Rejection``, ``FusedRejection`` (from logits, on a GPU by its kernels) or ``Coupled()``; and ``Sampling`` without processors or a grammar. Subclasses are
+    (also ``Windowed`` or ``Masked``, in constant memory, with masks of the library), a ``drafts.Tree`` of such a model, a ``drafts.Spire`` with
+    ``graphs``, a ``drafts.MagicDec`` without a pruner, a ``drafts.Head`` with ``graphs`` that draws from a head of the library, or no draft;
+    ``Rejection``, ``FusedRejection`` (from logits, on a GPU by its kernels) or ``Coupled()``; and ``Sampling`` without processors or a grammar. A head draws chains, a ``StaticTree``, or a ``DynamicTree`` (from ``Eagle3`` or ``MTP``
+    without a mask and windows). Trees have at most 64 nodes. Subclasses are
     refused, too, since the step would bypass what they override. ``Round.scores`` has no logits, and ``Round.probs`` is ``None``: the next round has
     overwritten them. With random numbers other than ``Philox``, as in the certifier, it runs ``Serial``.
 

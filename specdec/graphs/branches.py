@@ -27,8 +27,8 @@ class Numbers(Protocol):
     """Draws as by the ``Rng`` that the verifier gives to drafts."""
 
     def categorical(self, probs: Tensor, key: Key) -> Tensor:
-        """Tokens from ``probs [R, ..., V]``; ``key.depth`` is an int, and ``key.sibling [1, ...]`` on the device: the numbers of all nodes of the depth, or a view
-        of some of them."""
+        """Tokens from ``probs [R, ..., V]``; ``key.depth`` is an int, and ``key.sibling [1, ...]`` on the device: the numbers of all nodes of the depth, which
+        begin at the start of their memory, or a view of some of them."""
         ...
 
 

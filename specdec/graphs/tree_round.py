@@ -94,7 +94,8 @@ class TreeRound(WholeRound):
     def _points(self, tree: Grown, p: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """As ``_try``, for point masses, whose residuals are what is left of ``p`` without the tokens that were rejected.
 
-        Up to rounding, a child is accepted with the probability of its token over what its elder siblings leave.
+        A child is accepted with the probability of its token over what its elder siblings leave. This is what ``verify_tree`` computes, up to rounding. Where they
+        leave nothing (with a probability of about 0), the law is that of all tokens again.
         """
         rows, V = torch.arange(len(p), device=self.device), p.shape[-1]
         here, path = torch.zeros_like(rows), []

@@ -87,7 +87,8 @@ class Head:
         sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
         bf16_weights: whether products on the CPU read bfloat16 copies of the weights of a float32 head, as for ``HFModel``; ``None``: where they
             are exact, part by part.
-        graphs: whether a chain is captured as one CUDA graph, as for ``HFModel``; trees and chains with a ``stop`` or ``rules`` are not.
+        graphs: whether a chain is captured as one CUDA graph, as for ``HFModel``. Trees are only with ``executors.Ahead``, and chains with a ``stop`` or ``rules``
+            never.
     Raises:
         ValueError: ``tree`` cannot draw from this head; in ``bind``: the target is another one, or has no activations to read; graphs or copies
             of weights are not possible.
@@ -152,7 +153,9 @@ class Head:
         if self.programs is not None:
             self.programs.check(model.with_ends())
         lend = None if self.programs is None else self.programs.lent
-        slots = self.tree.slots if isinstance(self.tree, DynamicTree) else model.block_slots
+        slots = model.block_slots
+        if isinstance(self.tree, DynamicTree):
+            slots = max(slots, self.tree.slots)
         ring = empty(model.shapes, context.batch, context.tokens.shape[1], model.mask, lend, slots)
         if self.programs is not None and ring is not None:
             ring = self.programs.kept(ring)

@@ -17,7 +17,7 @@ from specdec.drafts.heads.within import within
 from specdec.kernels.device import to_device, to_host
 from specdec.kernels.topk import topk
 from specdec.rng import Rng
-from specdec.sampling import Sampling
+from specdec.sampling import Sampling, check_finite, logits_of
 from specdec.types import Context, Proposal
 
 
@@ -97,6 +97,8 @@ class DynamicTree:
 
         levels = min(self.depth, int(budget.max()))
         found = self.candidates(head, at, memo, given[:, -1], known - 1, levels, allowed)
+        with logits_of("a draft's "):
+            check_finite(torch.stack([score.amax(1) for score in found.scores], 1))
         token, parent, _, size = self.best(found, to_device(budget, given.device))
         parent, size = to_host(parent, size)
         N = int(size.max())
