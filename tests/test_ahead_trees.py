@@ -102,6 +102,7 @@ def test_a_chain_is_decided_as_a_chain(monkeypatch):
     assert decoder.generate(PROMPTS, BUDGETS, seed=3, eos_token_id=()).stats.accepted > 10
 
 
+@pytest.mark.slow
 def test_trees_and_chains_over_one_model_have_programs_of_their_own():
     target, small = models()
     drafts = [
@@ -178,7 +179,9 @@ def test_only_logits_of_nodes_within_the_budget_have_to_be_finite():
             assert bool(round_on(spoilt, budget=budget)[0, FINITE]) != exists
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen3"))]
+)
 def test_windows_soft_caps_and_norms(family):
     target, small = models(family)
     same_rounds(sd.decoder(target).draft(sd.drafts.Tree(small, (3, 2)), 2), eos_token_id=())
@@ -194,7 +197,7 @@ def test_the_target_has_pages(verifier):
     assert made[1].stats.accepted > 10
 
 
-@pytest.mark.parametrize("size", [90, 104])
+@pytest.mark.parametrize("size", [90, pytest.param(104, marks=pytest.mark.slow)])
 def test_vocabularies_of_other_sizes(size):
     target = sd.HFModel(tiny("llama"), byte_tokenizer(), graphs="eager")
     small = sd.HFModel(tiny("llama", seed=1, vocab_size=size), byte_tokenizer(), graphs="eager")
@@ -208,6 +211,7 @@ def test_a_text_to_the_last_position_of_the_model():
     same_rounds(builder_of((3, 2, 2)), [[5, 6] * 120, [9] * 3], [256 - 240, 20], eos_token_id=())
 
 
+@pytest.mark.slow
 def test_stops_that_are_found_a_round_late():
     builder = builder_of().verifier(sd.Coupled()).sampling(temperature=1.0)
     _, (plain, _) = same_rounds(builder, eos_token_id=())
@@ -215,6 +219,7 @@ def test_stops_that_are_found_a_round_late():
     assert "eos" in made.finish
 
 
+@pytest.mark.slow
 def test_texts_grow_out_of_their_bucket():
     builder = builder_of(max_position_embeddings=512)
     same_rounds(builder, prompts=[[5, 6, 7] * 70, [8, 9]], budgets=[90, 100], eos_token_id=())

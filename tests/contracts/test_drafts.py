@@ -23,7 +23,7 @@ DRAFTS = parts(sd.drafts, "propose", "observe", "init", "select")
 del DRAFTS["TextMatch"]  # needs two tokenizers: tests/test_translated.py checks its contract
 SHARED = {"coerce", "draw", "hub", "one_model", "siblings", "stateless", "stops"}  # what several drafts use
 SHARED |= {"translated"}  # which needs two tokenizers
-SHARED |= {"whole_round", "windowed_round"}  # what an executor uses
+SHARED |= {"tree_round", "whole_round", "windowed_round"}  # what an executor uses
 KEEPERS = {"Cascade", "Model", "Paced", "Tree"}  # have a cache in their state
 READERS = {"Head", "MagicDec", "Pool", "Recycling", "Spire"}  # a pool may hold such drafts
 
