@@ -6,7 +6,8 @@
 Texts are sampled from the target once (`lab.record`), a trace for each of `--temperatures`. Along them every draft's chances of acceptance are known (`lab.replay`), so that
 selectors are replayed instead of decoded: `specdec.lab.selection` and `specdec.lab.selection_runs`. Seconds are those of measured rounds (`lab.arm_times`): drafting,
 verification, and the reading of all that a draft has not read when a request changes to it. The prompts of one half of the source
-files are for learning (rows `learned`), those of the other half are for all results. `--prompts FILE` takes prompts of your own; results by domain are then by category.
+files are for learning (rows `learned`), those of the other half are for all results. `--prompts FILE` takes prompts of your own, with results by category in place of domain. Selectors still tell requests apart by
+what their prompts look like.
 
 Rows, by `part`:
 - `worth`: best arm of each request by its exact expected seconds (`share:NAME`), and how many times faster than the best fixed arm the
@@ -47,7 +48,7 @@ from specdec.lab import plots
 from specdec.lab.arm_times import ARMS, POOL, half_way, load_pool, measured, several
 from specdec.lab.console import progress, short_errors, table
 from specdec.lab.options import option, parse
-from specdec.lab.prompt_file import Entry, read
+from specdec.lab.prompt_file import Entry, by_turns, read
 from specdec.lab.recipe import Plotted
 from specdec.lab.selection import Requests, RoundTimes, fixed_seconds, ratio, round_oracle, worth
 from specdec.lab.selection_costs import costs
@@ -66,7 +67,7 @@ class Settings(Plotted):
     temperatures: tuple[float, ...] = option((1.0, 0.0), "every prompt is a request at each of these")
     prompts: str | None = option(
         None,
-        "JSON-lines file of prompts, used whole, at least 4 (default: pieces of held-out ones)",
+        "JSON-lines file of prompts, used whole, without split, per_prompt and median (default: pieces of held-out ones)",
         metavar="FILE",
     )
     split: Literal["test", "validation"] = option(
@@ -184,7 +185,10 @@ def recorded(
 ) -> tuple[Requests, list[str], list[float]]:
     """The requests, their domains (or categories) and temperatures: the user's prompts, or pieces of held-out prompts, as long as those of `lab.workload`, and
     the target's texts."""
-    noise, prompts = np.random.default_rng(s.seed), [] if s.prompts is None else own_prompts(s.prompts)
+    noise, prompts = (
+        np.random.default_rng(s.seed),
+        [] if s.prompts is None else own_prompts(s, target.tokenizer),
+    )
     for entry in entries(s.split)[: 12 if s.quick else None] if s.prompts is None else ():
         ids = target.tokenizer(entry["text"], add_special_tokens=False)["input_ids"]
         for piece in range(s.per_prompt):
@@ -230,13 +234,18 @@ def recorded(
     return Requests.join(parts, sources), domains, at
 
 
-def own_prompts(path: str) -> list[Entry]:
-    """The prompts of a file."""
+def own_prompts(s: Settings, tokenizer: Any) -> list[Entry]:
+    """The prompts of `--prompts`."""
+    assert s.prompts is not None
     with short_errors():
-        found = read(path)
-        if len({entry.source or entry.name for entry in found}) < 4:
+        found = read(s.prompts)
+        found = by_turns(found)[:12] if s.quick else found
+        sources = [entry.source or tuple(entry.ids(tokenizer)) for entry in found]
+        sides = halves(sources, [entry.category for entry in found])
+        if min((sides == side).sum() for side in (0, 1)) < 2:
             raise ValueError(
-                f"{path} has prompts of fewer than 4 sources: give more, since selectors learn on one half of the sources and are judged on the other"
+                f"{s.prompts} has too few sources: selectors learn on one half of each category's sources and are judged on the other; give at "
+                "least 4 sources of one category, or 2 of each of two"
             )
     return found
 

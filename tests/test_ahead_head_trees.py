@@ -70,6 +70,15 @@ MARGINAL = {
 }
 
 
+def marginal(name, graphs, length):
+    target = sd.HFModel(tiny("llama", vocab_size=16), graphs=graphs)
+    kind, own = (Medusa, {"heads": 5}) if name == "medusa" else chains.HEADS[name]
+    if "mask_token" in own:
+        own = own | {"mask_token": 15}
+    head = sd.drafts.Head(shake(kind.from_target(target, **own)), MARGINAL[name], graphs=graphs)
+    return sd.decoder(target).draft(head, length)
+
+
 @pytest.mark.parametrize(
     ("name", "graphs", "length", "verifier", "temperature"),
     [
@@ -89,12 +98,7 @@ MARGINAL = {
     ],
 )
 def test_static_trees_of_marginal_distributions(name, graphs, length, verifier, temperature):
-    target = sd.HFModel(tiny("llama", vocab_size=16), graphs=graphs)
-    kind, own = (Medusa, {"heads": 5}) if name == "medusa" else chains.HEADS[name]
-    if "mask_token" in own:
-        own = own | {"mask_token": 15}
-    head = sd.drafts.Head(shake(kind.from_target(target, **own)), MARGINAL[name], graphs=graphs)
-    builder = sd.decoder(target).draft(head, length).verifier(verifier).sampling(temperature=temperature)
+    builder = marginal(name, graphs, length).verifier(verifier).sampling(temperature=temperature)
     _, made = same_rounds(builder, PROMPTS[:3], BUDGETS[:3], eos_token_id=())
     assert made[1].stats.accepted > 5 or temperature < 5
 
@@ -183,13 +187,16 @@ def test_nodes_that_are_read_and_dropped_have_room_at_the_end_of_a_row(monkeypat
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("executor", [Serial(), Ahead()])
-def test_a_head_with_logits_that_are_not_finite_is_refused(executor, temperature):
-    decoder = builder_of("own ends").sampling(temperature=temperature).executor(executor).build()
+@pytest.mark.parametrize("name", ["eagle3", "medusa", "dflash"])
+def test_a_head_with_logits_that_are_not_finite_is_refused(name, executor, temperature):
+    builder = builder_of("own ends") if name == "eagle3" else marginal(name, "eager", 2)
+    decoder = builder.sampling(temperature=temperature).executor(executor).build()
 
     def spoil(round):
         if round.number == 2:
             with torch.no_grad():
-                decoder.draft.model.lm_head.weight.fill_(float("nan"))
+                for weight in decoder.draft.model.parameters():
+                    weight.fill_(float("nan"))
 
     with pytest.raises(ValueError, match="draft's logits of row"):
         decoder.generate(PROMPTS, 30, seed=0, eos_token_id=(), on_round=spoil)

@@ -554,7 +554,7 @@ def test_selection_on_prompts_of_ones_own(tmp_path):
     own.write_text("\n".join(lines[:3]))
     (failed,) = each(["recipes/spin_selection.py", "--quick", "--prompts", str(own)])
     assert failed.returncode == 1
-    assert "fewer than 4 sources" in failed.stderr
+    assert "has too few sources" in failed.stderr
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from specdec.sampling import fit
 class TreeDrafting(ModelDrafting):
     """``Drafting`` of a ``Tree`` over an ``HFModel`` with graphs.
 
-    Accepted nodes that were fed get the slots of their positions. Then each row's last two committed tokens are fed, as for a chain.
+    After the verdict, keys and values of the accepted nodes move to the slots of their positions; the deepest nodes were never fed. Then each row's last two committed tokens are fed, as for a chain.
     """
 
     def __init__(self, draft: Any, memory: Any):
@@ -96,5 +96,5 @@ class TreeDrafting(ModelDrafting):
 
 
 def too_many(nodes: int) -> str | None:
-    """Why a step cannot verify a tree of so many nodes, or ``None``."""
+    """Why a step cannot verify a tree of this many nodes, or ``None``."""
     return f"runs trees of at most {NODES} nodes, and the draft's has {nodes}" if nodes > NODES else None

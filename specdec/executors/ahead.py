@@ -2,7 +2,7 @@
 
 The device keeps every row's length and last tokens, so it needs nothing from the host between rounds. While the host reads a verdict, applies
 stops and reports the round, the device works on the next one. The host thus learns a round late that a row has ended: what that round
-did for this row is dropped. Rows are independent, and a dropped round has used no random number of another, so the text is that of ``Serial``.
+did for this row is dropped. Rows are independent, and a dropped round has used no random number of another row, so the text is that of ``Serial``.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from specdec.verifiers.rejection import Rejection
 
 @dataclass(frozen=True)
 class Ahead:
-    """Chains or a tree of a draft, or plain decoding, with CUDA graphs: one graph a round, launched a round ahead.
+    """Runs each round as one CUDA graph, launched a round ahead: a draft's chain or tree, or plain decoding.
 
-    It runs the parts that the captured step computes, and refuses all others: an ``HFModel`` with ``graphs``; a ``drafts.Model`` of such a model
+    It accepts only what the captured step computes: an ``HFModel`` with ``graphs``; a ``drafts.Model`` of such a model
     (also ``Windowed`` or ``Masked``, in constant memory, with masks of the library), a ``drafts.Tree`` of such a model, a ``drafts.Spire`` with
     ``graphs``, a ``drafts.MagicDec`` without a pruner, a ``drafts.Head`` with ``graphs`` that draws from a head of the library, or no draft;
     ``Rejection``, ``FusedRejection`` (from logits, on a GPU by its kernels) or ``Coupled()``; and ``Sampling`` without processors or a grammar. A head draws chains, a ``StaticTree``, or a ``DynamicTree`` (from ``Eagle3`` or ``MTP``

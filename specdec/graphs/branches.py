@@ -17,7 +17,7 @@ from specdec.sampling import Sampling
 
 
 class TreeShape(NamedTuple):
-    """What a step's trees are captured for: the most ``nodes``, and ``kind``, which says how they grow."""
+    """What a step's trees are captured for: the largest number of ``nodes``, and ``kind``, which identifies how they grow."""
 
     nodes: int
     kind: Hashable
@@ -27,8 +27,8 @@ class Numbers(Protocol):
     """Draws as by the ``Rng`` that the verifier gives to drafts."""
 
     def categorical(self, probs: Tensor, key: Key) -> Tensor:
-        """Tokens from ``probs [R, ..., V]``; ``key.depth`` is an int, and ``key.sibling [1, ...]`` on the device: the numbers of all nodes of the depth, which
-        begin at the start of their memory, or a view of some of them."""
+        """Tokens from ``probs [R, ..., V]``; ``key.depth`` is an int, and ``key.sibling [1, ...]`` on the device. It has the numbers of all nodes of the depth, as a
+        tensor of its own, or is a view of some of them. A view with an offset does not contain node 0."""
         ...
 
 
@@ -36,7 +36,7 @@ class Growing(NamedTuple):
     """What a draft grows a tree with.
 
     Attributes:
-        state: ``[R, 3]`` the texts' ends, as for chains. budget: ``[R]`` nodes of the longest path. sampling: the draft's. vocab_size: the target's.
+        state: ``[R, 3]`` the texts' ends, as for chains. budget: ``[R]`` the most nodes of a path. sampling: the draft's. vocab_size: the target's. rng: for its draws.
     """
 
     state: Tensor
@@ -65,10 +65,11 @@ class Grown(NamedTuple):
 
     Attributes:
         tokens: ``[R, N]``. exists: ``[R, N]`` bool. parents: ``[R, N]``, -1 for the last committed token. finite: ``[R, N]`` bool, whether
-            what a node was drawn from is a distribution. depth, sibling: ``[N]`` or ``[R, N]``, of each node, and its number among the nodes of its depth.
-        nodes: the last committed token and all nodes. fan: the most children of a node, by depth.
-        laws: ``[R, Q, V]``, the distributions that nodes were drawn from, and law ``[N]``, which of them each was drawn from; ``None`` for point masses, whose
-            siblings differ.
+            the logits that a node was drawn from have a distribution. depth, sibling: ``[N]`` or ``[R, N]``, each node's depth, and its number among the nodes of
+            that depth.
+        nodes: the last committed token and all nodes. fan: for each depth, the most children of one parent.
+        laws: ``[R, Q, V]``, the distributions that nodes were drawn from. law: ``[N]``, the index of each node's. Both are ``None`` for point masses, whose siblings
+            are distinct tokens.
     """
 
     tokens: Tensor
@@ -87,10 +88,10 @@ class Branches:
     """A tree of the same shape in every round, as tensors on a device.
 
     Args:
-        above: of each node its parent, -1 for the last committed token; depth by depth. apiece: each was drawn from a distribution of its own;
-            otherwise siblings from one.
+        above: the parent of each node, -1 for the last committed token; nodes are ordered by depth. apiece: every node is drawn from a distribution of its own;
+            otherwise siblings share one, and there is one after the last committed token and after every node, in order.
     Attributes:
-        parents, depth, sibling, law: ``[N]`` int64, as in ``Grown``; ``fan`` likewise.
+        parents, depth, sibling, law: ``[N]`` int64, as in ``Grown``. fan: as there.
         all: the last committed token and all nodes. levels: the nodes of each depth.
     """
 
@@ -131,7 +132,7 @@ class Branches:
 def grown(
     tokens: Tensor, exists: Tensor, parents: Tensor, depth: Tensor, finite: Tensor, fan: Sequence[int]
 ) -> Grown:
-    """A tree of point masses that has another shape in every round. All are ``[R, N]``; nodes that do not exist have depths not below the others'."""
+    """A tree of point masses whose shape varies from round to round. All are ``[R, N]``. Nodes that do not exist come last and are at least as deep as the others."""
     (R, N), device = tokens.shape, tokens.device
     number = torch.arange(N, device=device)
     own = (torch.ones_like(number) << number).expand(R, N)

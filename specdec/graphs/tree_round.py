@@ -1,7 +1,7 @@
 """A whole round of a tree as one captured step (``graphs.whole_round``): the decisions of ``Rejection`` and ``Coupled`` on trees.
 
-``FusedRejection`` decides on trees as ``Rejection`` does. Rows whose tree is a chain, at the end of a text, are an exception under ``Serial``, where it decides from
-logits. So the executors may round differently there.
+``FusedRejection`` decides on trees as ``Rejection`` does. Under ``Serial``, it decides from logits in rows whose tree is a chain (at the end of a text, or
+with one child a node). There the executors may round differently.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specdec.verifiers.rejection import residual
 class TreeRound(WholeRound):
     """One round of a batch whose draft grows trees.
 
-    Nodes take the slots after the text's end in the order of their numbers. After the verdict, the step moves keys and values of the accepted path to the slots of their
+    Nodes take the slots after the text's end in the order of their numbers. After the verdict, the step moves the accepted path's keys and values to the slots of their
     positions, so that the next round begins as after a chain.
     """
 
@@ -58,7 +58,7 @@ class TreeRound(WholeRound):
         return Passed(length, ids.gather(1, order), layers, made.accepted, made.bonus, path)
 
     def _said(self, drafted: Any, made: Decided) -> list[Tensor]:
-        """Nodes that do not exist have the parent -2."""
+        """Tokens, path and parents; -2 is the parent of a node that does not exist."""
         assert made.path is not None
         return [drafted.tokens, made.path, torch.where(drafted.exists, drafted.parents, -2)]
 
@@ -92,10 +92,10 @@ class TreeRound(WholeRound):
         return torch.stack(path, 1), here
 
     def _points(self, tree: Grown, p: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``_try``, for point masses, whose residuals are what is left of ``p`` without the tokens that were rejected.
+        """As ``_try``, for point masses, whose residual is ``p`` without the rejected tokens.
 
-        A child is accepted with the probability of its token over what its elder siblings leave. This is what ``verify_tree`` computes, up to rounding. Where they
-        leave nothing (with a probability of about 0), the law is that of all tokens again.
+        A child is accepted with the probability of its token, divided by what its earlier siblings leave. This is what ``verify_tree`` computes, up to rounding. Where they
+        leave nothing (with a probability of about 0), ``p`` itself is used.
         """
         rows, V = torch.arange(len(p), device=self.device), p.shape[-1]
         here, path = torch.zeros_like(rows), []
@@ -117,7 +117,7 @@ class TreeRound(WholeRound):
         """``path [R, steps]``, and the distribution ``[R, V]`` of the token after it, as ``rejection.verify_tree`` on ``p [R, N + 1, V]``, with the uniform
         ``numbers [R, N]``.
 
-        Only children of the latest accepted node are asked, so a depth takes as many turns as a node there has children.
+        Only children of the last accepted node are tested, so a depth takes as many turns as a node has children there.
         """
         laws, tokens = tree.laws, tree.tokens
         assert laws is not None
@@ -167,7 +167,7 @@ class _Numbers:
         length, flat = round.state[:, 0], sibling.flatten()
         numbers = round._uniforms(length, torch.full_like(flat, key.depth), DRAFT, flat)
         drawn = pick(probs, numbers.view(-1, *sibling.shape[1:]))
-        # The first node of a depth is drawn by the race of its position. Numbers that begin elsewhere in their memory are those of other nodes.
+        # The first node of a depth is drawn by the race of its position. A view with an offset does not contain that node.
         if round.shape.verdict != "coupled" or sibling.storage_offset():
             return drawn
         while probs.dim() > 2:

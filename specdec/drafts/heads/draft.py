@@ -87,8 +87,8 @@ class Head:
         sampling: how the draft's tokens are drawn; ``None`` takes the decoder's.
         bf16_weights: whether products on the CPU read bfloat16 copies of the weights of a float32 head, as for ``HFModel``; ``None``: where they
             are exact, part by part.
-        graphs: whether a chain is captured as one CUDA graph, as for ``HFModel``. Trees are only with ``executors.Ahead``, and chains with a ``stop`` or ``rules``
-            never.
+        graphs: whether a chain is captured as one CUDA graph, as for ``HFModel``. Trees are captured only under ``executors.Ahead``, and chains with a
+            ``stop`` or ``rules`` never.
     Raises:
         ValueError: ``tree`` cannot draw from this head; in ``bind``: the target is another one, or has no activations to read; graphs or copies
             of weights are not possible.

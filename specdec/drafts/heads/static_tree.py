@@ -17,7 +17,7 @@ from specdec.drafts.heads.slots import SlotAnchors
 from specdec.drafts.heads.within import check_marginal, marginals
 from specdec.kernels.topk import topk
 from specdec.rng import Rng
-from specdec.sampling import Sampling
+from specdec.sampling import Sampling, check_finite, logits_of
 from specdec.types import Context, Proposal
 
 
@@ -132,8 +132,10 @@ class StaticTree:
         """As ``Grower.grow``."""
         deepest = min(int(budget.max()), self.longest)
         each = marginals(head, at, memo, given, context, deepest, sampling)
-        found = [topk(logits, self._ranks()).indices for logits in each]
-        ids = head.ids[torch.stack(found, 1)]  # [R, depth, rank]
+        found = [topk(logits, self._ranks()) for logits in each]
+        with logits_of("a draft's "):
+            check_finite(torch.stack([best.values[:, 0] for best in found], 1))
+        ids = head.ids[torch.stack([best.indices for best in found], 1)]  # [R, depth, rank]
         paths = self.paths[: self.nodes(deepest)]
         place = {path: node for node, path in enumerate(paths)}
         parents = torch.tensor([place.get(path[:-1], -1) for path in paths])

@@ -23,10 +23,10 @@ from specdec.kernels.topk import topk
 
 
 class HeadTreeDrafting(HeadDrafting):
-    """``Drafting`` of a head with a ``DynamicTree``: one that takes one slot for each node, and sees all of the text.
+    """``Drafting`` of a head with a ``DynamicTree``. The head takes one slot for each node, and sees the whole text.
 
-    The nodes that it reads take the slots from the text's last position on, in the order in which they are read. After the verdict, the positions of the accepted
-    path are read anew, as after a chain.
+    The nodes that it reads take the slots from the text's last position on, in the order in which they are read. After the verdict, the head reads the accepted
+    path again, as after a chain.
     """
 
     def __init__(self, draft: Head, memory: Any):
@@ -66,7 +66,7 @@ class HeadTreeDrafting(HeadDrafting):
 
 
 class HeadStaticDrafting(HeadDrafting):
-    """``Drafting`` of a head with a ``StaticTree``, whose distributions do not depend on the tokens before."""
+    """``Drafting`` with a ``StaticTree``, of a head whose distributions are marginal: they do not depend on drafted tokens."""
 
     def __init__(self, draft: Head, memory: Any):
         super().__init__(draft, memory)
@@ -85,11 +85,11 @@ class HeadStaticDrafting(HeadDrafting):
         return TreeShape(tree.nodes(length), tree)
 
     def constants(self, rows: int, device: torch.device, steps: int) -> Any:
-        """The tree, and the depth and the rank of each node's token."""
+        """The tree's shape, and ``[N, 2]`` the depth and the rank of each node."""
         paths = self.grower.paths[: self.grower.nodes(steps)]
         place = {path: node for node, path in enumerate(paths)}
-        places = torch.tensor([(len(path) - 1, path[-1]) for path in paths])
         with torch.inference_mode(False):
+            places = torch.tensor([(len(path) - 1, path[-1]) for path in paths])
             branches = Branches([place.get(path[:-1], -1) for path in paths], False, rows, device)
             return branches, to_device(places, device)
 
@@ -102,10 +102,10 @@ class HeadStaticDrafting(HeadDrafting):
         for n in range(len(branches.fan)):
             logits, memo = self.model.step(n, memo, growing.state[:, 2], at)
             best = topk(logits, ranks)
-            found.append(self.model.ids[best.indices])
-            finite.append(~torch.isnan(best.values[:, :1]))
+            found.append(best.indices)
+            finite.append(torch.isfinite(best.values[:, :1]))
         depth, rank = places.unbind(1)
-        tokens = torch.stack(found, 1)[:, depth, rank].clamp(0, growing.vocab_size - 1)
+        tokens = self.model.ids[torch.stack(found, 1)[:, depth, rank]].clamp(0, growing.vocab_size - 1)
         return branches.grown(tokens, growing.budget, torch.cat(finite, 1)[:, depth])
 
 
@@ -122,7 +122,7 @@ def _shape(draft: Head, length: int) -> TreeShape:
 
 
 class _TreeAnchors:
-    """As ``slots.SlotAnchors``, for passes of one slot after each of ``parents``, in operators that can be captured.
+    """``slots.SlotAnchors`` in operators that can be captured. Each pass has one slot after each of ``parents``.
 
     Attributes:
         used: slots of each row so far; they follow the text, from its last position ``anchor [R]`` on.
@@ -156,7 +156,7 @@ class _TreeAnchors:
         seen = (node < 0)[:, None] | (mine & (node < self.used)[:, None] & (node >= 0)[:, None])
 
         def narrow(sight: Sight) -> Tensor:
-            raise NotImplementedError("trees are drafted in a step without windows alone")
+            raise NotImplementedError("a captured step drafts trees only for heads without windows")
 
         self.store.begin()
         flat = (rows * self.store.slots + at).flatten()
