@@ -16,7 +16,7 @@ from specdec.drafts.heads.within import check_marginal, marginals
 from specdec.kernels.device import to_device
 from specdec.kernels.topk import topk
 from specdec.rng import Rng
-from specdec.sampling import Sampling
+from specdec.sampling import Sampling, check_finite, logits_of
 from specdec.types import Context, Proposal
 
 
@@ -60,7 +60,10 @@ class DDTree:
         """As ``Grower.grow``."""
         each = marginals(head, at, memo, given, context, int(budget.max()), sampling)
         found = [topk(logits.log_softmax(-1), min(self.total, head.outputs)) for logits in each]
-        scores = torch.stack([one.values for one in found], 1).tolist()  # [R, depth, K]
+        values = torch.stack([one.values for one in found], 1)  # [R, depth, K]
+        with logits_of("a draft's "):
+            check_finite(values[..., 0])
+        scores = values.tolist()
         ids = head.ids[torch.stack([one.indices for one in found], 1)]
         nodes = [self._best(row[:depth]) for row, depth in zip(scores, budget.tolist())]
         size = torch.tensor([len(row) for row in nodes])
