@@ -50,9 +50,8 @@ class TreeRound(WholeRound):
         length, path = self.state[:, 0], made.path
         assert path is not None
         self.target.keep_path(given, length, path)
-        order = torch.nn.functional.pad(
-            path.clamp(min=0) + 1, (1, 0)
-        )  # the last committed token, and the path
+        # The last committed token, and the path.
+        order = torch.nn.functional.pad(path.clamp(min=0) + 1, (1, 0))
         rows = torch.arange(len(order), device=order.device)[:, None]
         layers = {tap: x.view(*ids.shape, -1)[rows, order].flatten(0, 1) for tap, (x,) in caught.items()}
         return Passed(length, ids.gather(1, order), layers, made.accepted, made.bonus, path)

@@ -74,25 +74,21 @@ class DynamicTree:
         known = given.shape[1]
         for n in range(known - 1):  # the text has run ahead of the features
             _, memo = head.step(n, memo, given[:, n], at)
-        frontiers: list[Proposal] = []  # the nodes that have children, as far as they are known
+        grown: Proposal | None = None  # the nodes that have children, as far as they are known
 
         def allowed(logits: Tensor, token: Tensor | None, parent: Tensor | None) -> Tensor:
+            nonlocal grown
             if not sampling.reads_text:
                 return logits
-            before = frontiers.pop() if frontiers else None
             if token is None or parent is None:
                 return within(head, logits, context, sampling)
             k, above = token.shape[1], parent.cpu()
-            if before is None:
+            if grown is None:
                 grown = Proposal(token, torch.full_like(above, -1), torch.full((len(token),), k))
             else:
-                last = before.nodes - k
-                grown = Proposal(
-                    torch.cat([before.tokens, token], 1),
-                    torch.cat([before.parents, last + above], 1),
-                    before.size + k,
-                )
-            frontiers.append(grown)
+                tokens = torch.cat([grown.tokens, token], 1)
+                parents = torch.cat([grown.parents, grown.nodes - k + above], 1)
+                grown = Proposal(tokens, parents, grown.size + k)
             return within(head, logits, context, sampling, grown, grown.nodes - k)
 
         levels = min(self.depth, int(budget.max()))
@@ -112,19 +108,18 @@ class DynamicTree:
         token: Tensor,
         first: int,
         levels: int,
-        allowed: Callable[[Tensor, Tensor | None, Tensor | None], Tensor] = lambda logits, token, parent: (
-            logits
-        ),
+        allowed: Callable[[Tensor, Tensor | None, Tensor | None], Tensor] | None = None,
     ) -> Candidates:
         """Expand ``levels`` depths, without waiting for the device.
 
         Args:
             at: the head's anchors, with ``under`` as in ``SlotAnchors``. token: ``[R]`` the last token, which step ``first`` reads.
             allowed: what is left of logits ``[R, n, outputs]`` after a frontier's tokens ``[R, n]``, whose parents ``[R, n]`` are numbered in the
-                frontier before; ``None`` for the last token.
+                frontier before; both are ``None`` for the last token. By default all logits are left.
         """
         logits, memo = head.step(first, memo, token, at)
-        logits = allowed(logits[:, None], None, None)[:, 0]
+        if allowed is not None:
+            logits = allowed(logits[:, None], None, None)[:, 0]
         R, k, ids = len(logits), min(self.top_k, head.outputs), head.ids
         best = topk(logits.log_softmax(-1), k)
         score, token = best.values, ids[best.indices]
@@ -137,7 +132,8 @@ class DynamicTree:
             begin = at.used
             at.under(above)
             logits, memo = head.step(first + level, memo, token, at)
-            logits = allowed(logits, token, parent)
+            if allowed is not None:
+                logits = allowed(logits, token, parent)
             best = topk(logits.log_softmax(-1), k)
             children = (score[..., None] + best.values).flatten(1)
             known = sum(t.shape[1] for t in tokens)

@@ -29,13 +29,12 @@ class HeadTreeDrafting(HeadDrafting):
     path again, as after a chain.
     """
 
-    def __init__(self, draft: Head, memory: Any):
-        super().__init__(draft, memory)
-        self.grower: Any = draft.tree
-
     @staticmethod
     def why_not(draft: Head, target: object, length: int) -> str | None:
         """As ``Drafting.why_not``."""
+        why = HeadDrafting.why_not(replace(draft, tree=Chain()), target, length)
+        if why is not None:
+            return why
         model, kinds = draft.model, (Eagle3, MTP)
         if type(model) not in kinds:
             names = " and ".join(kind.__name__ for kind in kinds)
@@ -44,7 +43,7 @@ class HeadTreeDrafting(HeadDrafting):
             )
         if model.mask is not None or any(model.settings.get("windows") or ()):
             return "runs trees of heads that see all of the text, but the draft's head has a mask or windows"
-        return _why_not(draft, _shape(draft, length).nodes)
+        return too_many(_shape(draft, length).nodes)
 
     @staticmethod
     def tree(draft: Head, length: int) -> TreeShape:
@@ -68,15 +67,11 @@ class HeadTreeDrafting(HeadDrafting):
 class HeadStaticDrafting(HeadDrafting):
     """``Drafting`` with a ``StaticTree``, of a head whose distributions are marginal: they do not depend on drafted tokens."""
 
-    def __init__(self, draft: Head, memory: Any):
-        super().__init__(draft, memory)
-        self.grower: Any = draft.tree
-
     @staticmethod
     def why_not(draft: Head, target: object, length: int) -> str | None:
         """As ``Drafting.why_not``."""
-        chain = HeadDrafting.why_not(replace(draft, tree=Chain()), target, length)
-        return chain or _why_not(draft, draft.tree.nodes(length))
+        why = HeadDrafting.why_not(replace(draft, tree=Chain()), target, length)
+        return why or too_many(draft.tree.nodes(length))
 
     @staticmethod
     def tree(draft: Head, length: int) -> TreeShape:
@@ -107,12 +102,6 @@ class HeadStaticDrafting(HeadDrafting):
         depth, rank = places.unbind(1)
         tokens = self.model.ids[torch.stack(found, 1)[:, depth, rank]].clamp(0, growing.vocab_size - 1)
         return branches.grown(tokens, growing.budget, torch.cat(finite, 1)[:, depth])
-
-
-def _why_not(draft: Head, nodes: int) -> str | None:
-    if draft.programs is None:
-        return "runs heads with graphs (drafts.Head(model, graphs=True)), but the draft has no graphs"
-    return too_many(nodes)
 
 
 def _shape(draft: Head, length: int) -> TreeShape:

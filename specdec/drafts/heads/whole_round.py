@@ -28,6 +28,7 @@ class HeadDrafting(RingDrafting):
 
     def __init__(self, draft: Head, memory: Ring | None):
         self.model, self.taps = draft.model, draft.info.taps
+        self.grower: Any = draft.tree
         if memory is not None:
             super().__init__(memory, whole(memory))
 
