@@ -108,6 +108,7 @@ def test_the_hosts_time_of_a_round(tmp_path):
         for case in (
             *("plain, greedy", "a draft, greedy", "a draft, sampled"),
             *("SPIRe, greedy", "SPIRe, sampled", "a head, greedy", "a head, sampled"),
+            *("a tree, greedy", "a tree, sampled", "a head's tree, greedy", "a head's tree, sampled"),
         )
         for executor in ("Serial", "Ahead")
     }
