@@ -36,22 +36,40 @@ def depths(parents: Tensor) -> Tensor:
 
     Here and below, nodes that do not exist may have any parents; the values returned for them are arbitrary.
     """
-    depth = torch.zeros_like(parents)
-    for n in range(1, parents.shape[1]):
-        up = parents[:, n : n + 1]
-        depth[:, n : n + 1] = torch.where(up >= 0, depth.gather(1, up.clamp(0, n - 1)) + 1, 0)
-    return depth
+    up = _upward(parents)
+    depth = np.zeros_like(up)
+    here = up
+    while (above := here >= 0).any():
+        depth += above
+        here = np.where(above, np.take_along_axis(up, here.clip(0), 1), -1)
+    return torch.from_numpy(depth)
 
 
 def ancestors(parents: Tensor) -> Tensor:
     """``[B, N, N]`` bool: entry ``[b, n, m]`` says that node ``m`` is ``n`` itself or above it."""
-    B, N = parents.shape
-    above = torch.eye(N, dtype=torch.bool).expand(B, N, N).clone()
-    rows = torch.arange(B)
-    for n in range(1, N):
-        up = parents[:, n]
-        above[:, n] |= torch.where((up >= 0)[:, None], above[rows, up.clamp(0, n - 1)], False)
-    return above
+    up = _upward(parents)
+    B, N = up.shape
+    found = np.broadcast_to(np.eye(N, dtype=bool), (B, N, N)).copy()
+    here = up
+    while (above := here >= 0).any():
+        b, n = above.nonzero()
+        found[b, n, here[b, n]] = True
+        here = np.where(above, np.take_along_axis(up, here.clip(0), 1), -1)
+    return torch.from_numpy(found)
+
+
+def _upward(parents: Tensor) -> np.ndarray:
+    """``parents`` of which all come before their nodes, also those of nodes that do not exist."""
+    return np.minimum(parents.numpy(), np.arange(parents.shape[1]) - 1)
+
+
+def fan(parents: Tensor, size: Tensor) -> list[int]:
+    """For each depth, the most children of one parent, over all rows."""
+    b, n = np.nonzero(np.arange(parents.shape[1]) < size.numpy()[:, None])
+    up, depth = parents.numpy()[b, n] + 1, depths(parents).numpy()[b, n]
+    parent = b * (parents.shape[1] + 1) + up
+    children = np.bincount(parent)[parent]
+    return [int(children[depth == d].max()) for d in range(depth.max(initial=-1) + 1)]
 
 
 def path_to(parents: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,17 +153,22 @@ def follow(proposal: Proposal, wanted: Tensor) -> Verdict:
     parents, size = proposal.parents, proposal.size
     if bool(is_chain(parents, size).all()):
         return _follow_chain(drafted.numpy(), wanted.numpy(), size.numpy())
-    live = torch.arange(N) < size[:, None]
-    rows = torch.arange(B)
-    here, want = torch.full((B,), -1), wanted[:, 0]
-    path, accepted = torch.full((B, N), -1), torch.zeros(B, dtype=torch.long)
-    for n in range(N):
-        yes = (parents[:, n] == here) & live[:, n] & (drafted[:, n] == want)
-        path[rows[yes], accepted[yes]] = n
-        accepted = accepted + yes
-        here = torch.where(yes, n, here)
-        want = torch.where(yes, wanted[:, n + 1], want)
-    return Verdict.of(Proposal(drafted, parents, size), path, accepted, want, checked=True)
+    up, rows = parents.numpy(), np.arange(B)
+    hit = np.arange(N) < size.numpy()[:, None]
+    hit &= drafted.numpy() == np.take_along_axis(wanted.numpy(), (up + 1).clip(0, N), 1)
+    here, path, accepted = np.full(B, -1), np.full((B, N), -1), np.zeros(B, dtype=np.int64)
+    for depth in range(N):
+        child = hit & (up == here[:, None])
+        found = child.any(1)
+        if not found.any():
+            break
+        hit &= found[:, None]
+        here = np.where(found, child.argmax(1), here)
+        path[:, depth] = np.where(found, here, -1)
+        accepted += found
+    bonus = wanted.numpy()[rows, here + 1]
+    made = map(torch.from_numpy, (path, accepted, bonus))
+    return Verdict.of(Proposal(drafted, parents, size), *made, checked=True)
 
 
 def _follow_chain(drafted: np.ndarray, wanted: np.ndarray, size: np.ndarray) -> Verdict:

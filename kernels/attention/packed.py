@@ -188,9 +188,9 @@ def _pages(plan: AttentionPlan, s: Segment, first: int) -> Tensor:
 
 def _gathered(buffer: Tensor, pages: Tensor, rows: int) -> Tensor:
     """``[pages, page, H, D]`` -> ``[rows, P * page, H, D]``, stored with heads before slots."""
-    heads, size = buffer.shape[2:]
-    copied = buffer.permute(2, 0, 1, 3).index_select(1, pages)  # [H, R * P, page, D]
-    return copied.view(heads, rows, -1, size).permute(1, 2, 0, 3)
+    page, heads, size = buffer.shape[1:]
+    copied = buffer.transpose(1, 2).index_select(0, pages).view(rows, -1, heads, page, size)
+    return copied.transpose(1, 2).reshape(rows, heads, -1, size).transpose(1, 2)
 
 
 def finite(out: Tensor) -> bool:

@@ -150,7 +150,10 @@ class Slots(KVStore):
             there, here = to_device(at, mine.device).unbind(0)
             heads = mine.shape[3]
             src, dst = (other or self)._numbers(there, heads), self._numbers(here, heads)
-            copies.append((flatten(mine), dst, flatten(theirs).index_select(1, src)))
+            flat = flatten(theirs)
+            # Of a view that is not contiguous (after rows have left), index_select would copy all of it on a CPU.
+            entries = flat.index_select(1, src) if flat.is_contiguous() else flat[:, src]
+            copies.append((flatten(mine), dst, entries))
         for into, dst, entries in copies:
             into.index_copy_(1, dst, entries)
 

@@ -16,7 +16,7 @@ from specdec.graphs.chain import scored
 from specdec.graphs.drafting import Drafting, Given, Passed, Side
 from specdec.graphs.whole_round import Decided, RoundShape, WholeRound
 from specdec.kernels.philox.reference import ACCEPT, BONUS, DRAFT, Key, pick
-from specdec.verifiers.rejection import residual
+from specdec.verifiers.tree_walk import Candidates, children, keyed, walk
 
 
 class TreeRound(WholeRound):
@@ -73,7 +73,8 @@ class TreeRound(WholeRound):
             bonus = wanted.gather(1, here[:, None])[:, 0]
         else:
             numbers = self._uniforms(length, tree.depth, ACCEPT, tree.sibling)
-            path, law = (self._points if tree.laws is None else self._try)(tree, p, numbers)
+            candidates = Candidates(tree.tokens, tree.exists, tree.parents, tree.fan, tree.laws, tree.law)
+            path, law = walk(candidates, p, keyed(numbers))
             depths = torch.arange(self.shape.steps + 1, device=self.device)
             number = self._uniforms(length, depths, BONUS).gather(1, (path >= 0).sum(1, keepdim=True))
             bonus = pick(law, number[:, 0])
@@ -84,72 +85,13 @@ class TreeRound(WholeRound):
         here = torch.zeros_like(wanted[:, 0])
         path = []
         for _ in tree.fan:
-            here, node = _onward(
-                here, _children(tree, here) & (tree.tokens == wanted.gather(1, here[:, None]))
+            child = children(tree.exists, tree.parents, here) & (
+                tree.tokens == wanted.gather(1, here[:, None])
             )
-            path.append(node)
+            found, node = child.any(1), child.int().argmax(1)
+            path.append(torch.where(found, node, -1))
+            here = torch.where(found, node + 1, here)
         return torch.stack(path, 1), here
-
-    def _points(self, tree: Grown, p: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``_try``, for point masses, whose residual is ``p`` without the rejected tokens.
-
-        A child is accepted with the probability of its token, divided by what its earlier siblings leave. This is what ``verify_tree`` computes, up to rounding. Where they
-        leave nothing (with a probability of about 0), ``p`` itself is used.
-        """
-        rows, V = torch.arange(len(p), device=self.device), p.shape[-1]
-        here, path = torch.zeros_like(rows), []
-        for _ in tree.fan:
-            law, asked = p[rows, here], _children(tree, here)
-            mass = torch.where(asked, law.gather(1, tree.tokens).double(), 0)
-            rest = law.sum(1, keepdim=True, dtype=torch.float64) - (mass.cumsum(1) - mass)
-            first = asked & (asked.cumsum(1) == 1)
-            chance = mass / torch.where(first, 1, rest)
-            here, node = _onward(here, asked & (numbers < chance))
-            path.append(node)
-        law, rejected = p[rows, here], torch.where(_children(tree, here), tree.tokens, V)
-        gone = torch.zeros(len(p), V + 1, dtype=torch.bool, device=self.device).scatter_(1, rejected, True)
-        left = law.masked_fill(gone[:, :V], 0)
-        total = left.sum(1, keepdim=True)
-        return torch.stack(path, 1), torch.where(total > 0, left / total, law)
-
-    def _try(self, tree: Grown, p: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """``path [R, steps]``, and the distribution ``[R, V]`` of the token after it, as ``rejection.verify_tree`` on ``p [R, N + 1, V]``, with the uniform
-        ``numbers [R, N]``.
-
-        Only children of the last accepted node are tested, so a depth takes as many turns as a node has children there.
-        """
-        laws, tokens = tree.laws, tree.tokens
-        assert laws is not None
-        assert tree.law is not None
-        rows, law = torch.arange(len(p), device=self.device), p[:, 0]
-        here, path, going = torch.zeros_like(rows), [], torch.ones_like(rows, dtype=torch.bool)
-        for width in tree.fan:
-            children, taken = _children(tree, here) & going[:, None], torch.full_like(rows, -1)
-            number = children.cumsum(1)
-            for w in range(width):
-                this = children & (number == w + 1)
-                node, asked = this.int().argmax(1), this.any(1) & (taken < 0)
-                x, drawn = tokens[rows, node], laws[rows, tree.law[node]].to(law)
-                ratio = torch.where(asked, law[rows, x] / drawn[rows, x], 0)
-                yes = asked & (numbers[rows, node] < ratio)
-                taken = torch.where(yes, node, taken)
-                left = torch.where((asked & ~yes)[:, None], residual(law, drawn), law)
-                law = torch.where(yes[:, None], p[rows, node + 1], left)
-            going = taken >= 0
-            here = torch.where(going, taken + 1, here)
-            path.append(taken)
-        return torch.stack(path, 1), law
-
-
-def _children(tree: Grown, here: Tensor) -> Tensor:
-    """``[R, N]`` the nodes after ``here [R]``: 0 for the last committed token, and 1 + a node."""
-    return tree.exists & (tree.parents == here[:, None] - 1)
-
-
-def _onward(here: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
-    """``here [R]`` after the first of the ``accepted [R, N]`` nodes, and this node; -1 where there is none."""
-    some, node = accepted.any(1), accepted.int().argmax(1)
-    return torch.where(some, node + 1, here), torch.where(some, node, -1)
 
 
 class _Numbers:

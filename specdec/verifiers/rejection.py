@@ -16,6 +16,7 @@ from specdec.capabilities import VerifierInfo
 from specdec.kernels.device import to_device
 from specdec.rng import ACCEPT, BONUS, Key, Philox, Rng, pick
 from specdec.types import Context, Proposal, Verdict
+from specdec.verifiers.tree_walk import Candidates, keyed, residual, walk
 
 
 @dataclass(frozen=True)
@@ -74,59 +75,38 @@ def draw_bonus(distribution: Tensor, accepted: Tensor, context: Context, rng: Rn
     return rng.categorical(distribution, Key(context.length, accepted.cpu(), 0, BONUS))
 
 
-def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm(max(p - q, 0)) of ``[B, V]`` distributions; p itself if that is all zero (then rejection has probability 0)."""
-    rest = (p - q).clamp(min=0)
-    total = rest.sum(-1, keepdim=True)
-    return torch.where(total > 0, rest / total, p)
-
-
 def verify_tree(
     proposal: Proposal, probs: Tensor, context: Context, rng: Rng
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference: walk the nodes in order, carrying each row's residual distribution at its latest accepted node.
+    """Decide on any trees: ``path [B, N]``, ``accepted [B]`` and the distribution ``[B, V]`` of the bonus token."""
+    device, parents, size, N = probs.device, proposal.parents, proposal.size, proposal.nodes
+    depths, siblings = tree.depths(parents), tree.sibling_numbers(parents)
+    if type(rng) is Philox:
+        numbers = rng.uniform(Key(context.length[:, None], depths, siblings, ACCEPT))
+        accept = keyed(to_device(numbers, device))
+    else:
 
-    Returns ``path [B, N]``, ``accepted [B]`` and the distribution ``[B, V]`` of the bonus token.
-    """
-    B, N = proposal.tokens.shape
-    device = probs.device
-    rows = torch.arange(B, device=device)
-    parents, size = to_device(proposal.parents, device), to_device(proposal.size, device)
-    key = Key(
-        context.length[:, None], tree.depths(proposal.parents), tree.sibling_numbers(proposal.parents), ACCEPT
-    )
-    here = torch.full((B,), -1, device=device)
-    distribution = probs[:, 0]
-    path = torch.full((B, N + 1), -1, device=device)  # the last column takes rejected nodes
-    accepted = torch.zeros(B, dtype=torch.long, device=device)
-    tokens = torch.where(torch.arange(N, device=device) < size[:, None], proposal.tokens, 0)
-    sources = None if proposal.source is None else proposal.sources(device)
-    for n in range(N):
-        x = tokens[:, n]
-        if proposal.probs is None:
-            q = torch.zeros_like(distribution).scatter_(1, x[:, None], 1)
-        else:
-            q = (proposal.probs[:, n] if sources is None else proposal.probs[rows, sources[:, n]]).to(
-                distribution
-            )
-        asked = (parents[:, n] == here) & (n < size)
-        ratio = torch.where(asked, distribution[rows, x] / q[rows, x], 0)
-        yes = asked & rng.accept(ratio, Key(key.at[:, 0], key.depth[:, n], key.sibling[:, n], ACCEPT))  # type: ignore[index]
-        distribution = torch.where(
-            yes[:, None],
-            probs[:, n + 1],
-            torch.where((asked & ~yes)[:, None], residual(distribution, q), distribution),
-        )
-        path.scatter_(1, torch.where(yes, accepted, N)[:, None], n)
-        accepted = accepted + yes
-        here = torch.where(yes, n, here)
-    return path[:, :N], accepted, distribution
+        def accept(chance: Tensor, depth: int, node: Tensor) -> Tensor:
+            at = node.cpu()
+            number = torch.where(at < N, siblings.gather(1, at.clamp(max=N - 1)), at)
+            return rng.accept(chance, Key(context.length[:, None], depth, number, ACCEPT))
+
+    exists = torch.arange(N, device=device) < to_device(size, device)[:, None]
+    tokens, up = torch.where(exists, proposal.tokens, 0), to_device(parents, device)
+    if proposal.probs is None:  # a point mass that was rejected has probability 0 the second time
+        same = (tokens[:, :, None] == tokens[:, None]) & (up[:, :, None] == up[:, None])
+        exists &= ~same.tril(-1).any(2)
+    sources = None if proposal.probs is None else proposal.sources(device)
+    trees = Candidates(tokens, exists, up, tree.fan(parents, size), proposal.probs, sources)
+    path, distribution = walk(trees, probs, accept, wait=probs.is_cpu)
+    path = torch.nn.functional.pad(path, (0, N - path.shape[1]), value=-1)
+    return path, (path >= 0).sum(1), distribution
 
 
 def verify_chain(
     proposal: Proposal, probs: Tensor, context: Context, rng: Rng
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same decisions as ``verify_tree`` for chains, with one residual per row instead of one per node."""
+    """The decisions of ``verify_tree`` for chains, all nodes at once."""
     B, N = proposal.tokens.shape
     device = probs.device
     rows, n = torch.arange(B, device=device), torch.arange(N, device=device)

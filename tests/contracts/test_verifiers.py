@@ -17,7 +17,7 @@ from specdec.verifiers import KSeq, OptimalTransport
 VERIFIERS = parts(sd.verifiers, "__call__", "check", "for_draft")
 CHAINS_ONLY = {"BlockVerification", "FLy"}
 LOSSLESS = {name: cls for name, cls in VERIFIERS.items() if VerifierInfo.of(build(cls, TABLE)).lossless}
-HELPERS = {"acceptance", "apart", "levels"}  # modules of functions
+HELPERS = {"acceptance", "apart", "levels", "tree_walk"}  # modules of functions
 every_verifier = pytest.mark.parametrize("cls", VERIFIERS.values(), ids=VERIFIERS.keys())
 every_lossless = pytest.mark.parametrize("cls", LOSSLESS.values(), ids=LOSSLESS.keys())
 
