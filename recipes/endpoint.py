@@ -30,6 +30,7 @@ import torch
 
 import specdec as sd
 from specdec.capabilities import ModelInfo
+from specdec.executors import Ahead
 from specdec.lab.console import quiet, short_errors
 from specdec.lab.loading import load, named_draft
 from specdec.lab.options import option, parse
@@ -49,6 +50,10 @@ class Settings(Placement):
     )
     k: int = option(4, "tokens that the draft proposes in a round")
     plain: bool = option(False, "no draft, whatever --draft says")
+    ahead: bool = option(
+        False,
+        "run whole rounds as CUDA graphs, launched a round ahead (executors.Ahead): on a GPU, without grammars",
+    )
     limit: int = option(16, "requests that are decoded at a time")
     capacity: int = option(
         0,
@@ -299,6 +304,8 @@ def served(s: Settings) -> Server:
         base = sd.decoder(target)
         if not s.plain:
             base = base.draft(draft_of(s, target), length=s.k)
+        if s.ahead:
+            base = base.executor(Ahead())
         engine = Engine(base.build(), s.limit, s.capacity or None)
     try:
         return Server(engine, s.host, s.port, s.target, s.max_tokens)

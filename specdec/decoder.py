@@ -217,8 +217,9 @@ class Decoder(Composition):
                 ``cancelled`` or sampling (where ``own_sampling`` is set) raises, is yielded with ``finish="error"`` and its ``error``, and the others go on.
             admission: in which order requests that wait join (``serving.ByKind``); ``None``: first come, first served. The order changes no
                 text (as above).
-            own_sampling: requests may have a ``sampling`` of their own; those without have the decoder's. Refused under ``Ahead``, with drafts in
-                another process, and where the decoder has settings by number. Drafts use it, too, except those with a ``Sampling`` of their own.
+            own_sampling: requests may have a ``sampling`` of their own; those without have the decoder's. Refused with drafts in another process, and
+                where the decoder has settings by number; under ``Ahead``, with a ``drafts.Tree``, and of requests with processors or a grammar. Drafts
+                use it, too, except those with a ``Sampling`` of their own.
         Raises:
             ValueError: at once, for a part that cannot take in rows during a run, an executor other than ``Serial``, ``Ahead`` and
                 ``Pipelined``, an invalid limit, clock, capacity, seed or stop, or a list of requests out of order; on its arrival, for

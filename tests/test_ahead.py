@@ -328,8 +328,6 @@ def refused(which):
         base = base.verifier(sd.Coupled(candidates=2))
     elif which == "processor":
         base = base.sampling(processors=[lambda ids, scores: scores])
-    elif which == "temperatures":
-        base = base.sampling(temperature=[1.0, 0.5])
     elif which == "draft":
         base = sd.decoder(target).draft(sd.drafts.NGram(), 3).executor(Ahead())
     elif which == "subclass":
@@ -349,7 +347,7 @@ def refused(which):
 @pytest.mark.parametrize(
     "which",
     [
-        *("verifier", "candidates", "processor", "temperatures", "draft", "subclass", "graphs"),
+        *("verifier", "candidates", "processor", "draft", "subclass", "graphs"),
         *("spire subclass", "spire model", "spire graphs", "spire mask"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
 
 import pytest
 import test_ahead
@@ -213,6 +214,57 @@ def test_random_streams(seed):
         clock="rounds",
         capacity=capacity,
     )
+
+
+OWN = [
+    sd.Sampling(0.0),
+    None,
+    sd.Sampling(0.7, top_k=5),
+    sd.Sampling(1.3, top_p=0.8),
+    sd.Sampling(0.0, top_p=0.3),
+    sd.Sampling(2.0, top_k=9, top_p=0.9, min_p=0.05),
+    sd.Sampling(1.0, min_p=0.3),
+]
+
+
+@pytest.mark.parametrize("verifier", [sd.Rejection(), pytest.param(sd.Coupled(), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("graphs", ["eager", pytest.param("recorded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "tree"])
+def test_requests_have_samplings_of_their_own(kind, graphs, verifier):
+    decoders = [
+        builder_of(kind, graphs).sampling(temperature=0.5, top_k=11).verifier(verifier).executor(e).build()
+        for e in (Serial(), Ahead())
+    ]
+    asked = requests([0, 0, 2, 3, 5, 5, 8])
+    asked = [replace(one, sampling=own) for one, own in zip(asked, OWN)]
+    one, other = (served(d, asked, limit=3, clock="rounds", own_sampling=True) for d in decoders)
+    assert other == one
+    alone = builder_of(kind).sampling(temperature=0).build()
+    assert one[0][0] == alone.generate([PROMPTS[0]], BUDGETS[0], eos_token_id=()).ids[0]
+
+
+def test_lists_of_settings():
+    lists = {"temperature": [0.0, 1.0, 2.0], "top_k": [None, 3, None], "top_p": [0.9, None, 0.7]}
+    found = [
+        builder_of("model").sampling(**lists).executor(e).build().generate(PROMPTS[:3], 30, seed=2).ids
+        for e in (Serial(), Ahead())
+    ]
+    assert found[0] == found[1]
+
+
+def test_samplings_that_no_step_computes_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="here each has its own"):
+        builder_of("tree").sampling(temperature=[0.5, 1.0]).executor(Ahead()).build()
+    decoder = builder_of("model").executor(Ahead()).build()
+    asked = [
+        sd.Request([5, 6, 7], 9, sampling=sd.Sampling(processors=(lambda ids, scores: scores,))),
+        sd.Request([5, 6, 7], 9, sampling=sd.Sampling(0.3)),
+    ]
+    done = {one.index: one for one in decoder.serve(asked, own_sampling=True, errors="yield", seed=3)}
+    assert "processors or a grammar" in str(done[0].error)
+    assert done[1].finish == "length"
+    with pytest.raises(ValueError, match="request 0: its sampling has processors"):
+        list(decoder.serve(asked, own_sampling=True, seed=3))
 
 
 def test_a_request_whose_text_has_no_pages_is_refused_alone(monkeypatch):

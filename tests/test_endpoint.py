@@ -8,15 +8,19 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from http.client import HTTPConnection
 
 import pytest
 import torch
 from recipe_runs import imported
+from tiny import byte_tokenizer, tiny
 
 import specdec as sd
-from specdec.serving.engine import Engine, Job
+from specdec.executors import Ahead, Serial
+from specdec.serving.engine import Engine, Job, Said
 from specdec.serving.openai import NEUTRAL
+from specdec.serving.requests import Finished
 
 PROMPT = "import os\n"
 
@@ -459,3 +463,36 @@ def test_wrong_settings_are_refused(endpoint, server):
         endpoint.served(endpoint.Settings(port=0, limit=0))
     with pytest.raises(SystemExit, match=r"--port \d+: .*: give others"):
         endpoint.served(endpoint.Settings(port=server.server_address[1]))
+
+
+def texts_of(executor):
+    """What an engine says of requests with several temperatures, and the log-probabilities."""
+    models = [
+        tiny("llama", vocab_size=max(byte_tokenizer().get_vocab().values()) + 1, seed=n) for n in (0, 1)
+    ]
+    target, draft = (sd.HFModel(model, byte_tokenizer(), graphs="recorded") for model in models)
+    engine = Engine(sd.decoder(target).draft(draft, 3).executor(executor).build(), limit=3)
+    jobs = [
+        engine.submit("ab" * (1 + n), (), top=2, seed=n, max_new_tokens=20, sampling=sd.Sampling(temperature))
+        for n, temperature in enumerate([0.0, 1.0, 0.5, 0.0, 2.0])
+    ]
+    try:
+        ends = [next(filter(done, iter(partial(job.said.get, timeout=60), None))) for job in jobs]
+    finally:
+        engine.close()
+    return [(one.what.ids, one.log_probs) for one in ends]
+
+
+def done(said):
+    return isinstance(said, Said) and isinstance(said.what, Finished)
+
+
+def test_an_engine_of_whole_rounds_says_the_same():
+    for (ids, found), (others, expected) in zip(texts_of(Ahead()), texts_of(Serial()), strict=True):
+        assert ids == others
+        torch.testing.assert_close(found.values, expected.values)
+
+
+def test_whole_rounds_need_graphs(endpoint):
+    with pytest.raises(SystemExit, match="graphs=True"):
+        endpoint.served(endpoint.Settings(port=0, ahead=True, draft="pocket-tiny"))

@@ -14,12 +14,15 @@ from typing import Any, cast
 
 from specdec.composition import Composition
 from specdec.drafts.none import NoDraft
+from specdec.drafts.tree import Tree
 from specdec.drafts.whole_round import without_steps
 from specdec.executors.ahead_joining import AheadScheduler
 from specdec.executors.round import MicroBatch
 from specdec.executors.serial import Serial
 from specdec.executors.whole_rounds import DRAFTS, drafting_of
+from specdec.per_request import PerRequest
 from specdec.rng import Philox, Rng
+from specdec.sampling import Sampling
 from specdec.stop_rules import StopRules
 from specdec.types import Context, Round
 from specdec.verifiers.coupled import Coupled
@@ -34,7 +37,8 @@ class Ahead:
     It accepts only what the captured step computes: an ``HFModel`` with ``graphs``; a ``drafts.Model`` of such a model
     (also ``Windowed`` or ``Masked``, in constant memory, with masks of the library), a ``drafts.Tree`` of such a model, a ``drafts.Spire`` with
     ``graphs``, a ``drafts.MagicDec`` without a pruner, a ``drafts.Head`` with ``graphs`` that draws from a head of the library, or no draft;
-    ``Rejection``, ``FusedRejection`` (from logits, on a GPU by its kernels) or ``Coupled()``; and ``Sampling`` without processors or a grammar. A head draws chains, a ``StaticTree``, or a ``DynamicTree`` (from ``Eagle3`` or ``MTP``
+    ``Rejection``, ``FusedRejection`` (from logits, on a GPU by its kernels) or ``Coupled()``; and ``Sampling`` without processors or a grammar, of which each
+    request may have its own (but for a ``drafts.Tree``). A head draws chains, a ``StaticTree``, or a ``DynamicTree`` (from ``Eagle3`` or ``MTP``
     without a mask and windows). Trees have at most 64 nodes. Subclasses are
     refused, too, since the step would bypass what they override. ``Round.scores`` has no logits, and ``Round.probs`` is ``None``: the next round has
     overwritten them. With random numbers other than ``Philox``, as in the certifier, it runs ``Serial``.
@@ -48,6 +52,13 @@ class Ahead:
         why = _why_not(composition)
         if why is not None:
             raise ValueError(f"Ahead() {why}: use executors.Serial()")
+
+    def check_own(self, sampling: Sampling) -> None:
+        """Raise ValueError for a request's own sampling that the step does not compute."""
+        if _reads_text(sampling):
+            raise ValueError(
+                "its sampling has processors or a grammar, which Ahead() does not run: use executors.Serial()"
+            )
 
     def run(self, composition: Composition, context: Context, rng: Rng, limits: StopRules) -> Iterator[Round]:
         if type(rng) is not Philox:
@@ -81,7 +92,19 @@ def _why_not(composition: Composition) -> str | None:
         return "needs both models on one device"
     if type(verifier) not in (Rejection, FusedRejection, Coupled) or getattr(verifier, "candidates", 1) != 1:
         return f"decides as Rejection(), FusedRejection() or Coupled() do, and the verifier is {verifier!r}"
-    drawing = None if kind is None else cast(Any, draft).sampling
-    if composition.sampling.reads_context or (drawing is not None and drawing.reads_context):
-        return "runs Sampling itself, without processors or a grammar, and with the same settings for all requests"
+    sampling = composition.sampling
+    drawing = sampling if kind is None else cast(Any, draft).sampling or sampling
+    if _reads_text(sampling) or _reads_text(drawing):
+        return "runs Sampling itself, without processors or a grammar"
+    if drawing is not sampling and drawing.by_request:
+        return "draws with the sampling of the decoder or with one for all requests, and the draft has a list of settings"
+    if drawing.by_request and type(draft) is Tree and draft.nodes(composition.length) > composition.length:
+        return "draws siblings with one sampling for all requests, and here each has its own"
     return None
+
+
+def _reads_text(sampling: Sampling) -> bool:
+    """Whether a distribution depends on the text, or on what a subclass does; of requests with settings of their own, on those that have none."""
+    own = sampling.settings
+    default = {name: one.default if isinstance(one, PerRequest) else one for name, one in own.items()}
+    return bool(default["processors"].functions) or default["grammar"] is not None or sampling.overridden

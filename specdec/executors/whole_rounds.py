@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -31,13 +31,13 @@ from specdec.drafts.whole_round import ModelDrafting, class_of
 from specdec.drafts.windowed_round import WindowedDrafting
 from specdec.executors.round import staying
 from specdec.graphs.drafting import Drafting, Side
+from specdec.graphs.row_sampling import kind_of, settings_of
 from specdec.graphs.static import SHORTEST, bucket_of, power
 from specdec.graphs.tree_round import TreeRound
 from specdec.graphs.whole_round import ACCEPTED, DRAWN, FINITE, NEXT, TOKENS, RoundShape, WholeRound
 from specdec.kernels.device import to_device
 from specdec.models.masked import Masked
 from specdec.models.windowed import Windowed
-from specdec.sampling import Sampling
 from specdec.stop_rules import StopRules
 from specdec.types import Context, Proposal, Round, Scores, Verdict
 from specdec.verifiers.coupled import Coupled
@@ -134,7 +134,6 @@ class Rounds:
         if longest is not None:
             self.steps = min(self.steps, longest)
         self.nodes = self.steps if self.tree is None else self.tree.nodes
-        self._kind = _kind(composition, self.part is not None)
         self.at = torch.arange(rows.context.batch)
         self.whole, self.stale = rows.context.batch, False
         self.flight: _Flight | None = None
@@ -211,22 +210,33 @@ class Rounds:
             return before
 
         def update(program: Any) -> None:
-            most, seed = torch.from_numpy(self._most()), self.rows.rng.seed
+            most, seed, settings = torch.from_numpy(self._most()), self.rows.rng.seed, self._settings()
             if fresh:
-                program.send(most, seed, _ends(self.rows.context), self.carry, self.table)
+                program.send(most, seed, _ends(self.rows.context), self.carry, self.table, settings)
             elif program is not before:
                 assert before is not None
-                program.send(most, seed, table=self.table)
+                program.send(most, seed, table=self.table, settings=settings)
                 program.follow(before)
 
         self.program = self._made(self._shape(longest, length), update)
         return self.program
 
+    def _settings(self) -> dict[str, np.ndarray]:
+        """The rows' own, if each has settings of its own."""
+        sampling = self.composition.sampling
+        return settings_of(sampling, self.rows.context) if sampling.by_request else {}
+
     def _shape(self, longest: int, length: int) -> RoundShape:
+        composition = self.composition
+        sampling, drawing = composition.sampling, composition.sampling
+        if self.part is not None:
+            drawing = cast(Any, composition.draft).sampling or drawing
+        kind = kind_of(self._settings()) if sampling.by_request else None
+        decides = _verdict(composition), kind or sampling, kind if kind and drawing.by_request else drawing
         rows = bucket_of([1] * self.rows.context.batch, [1], longest, self.slots).rows
         if self.part is not None and self.part.rows is not None:
             rows = min(rows, self.part.rows)
-        return RoundShape(rows, length, self.steps, *self._kind, self.tree)
+        return RoundShape(rows, length, self.steps, *decides, self.tree)
 
     def _made(self, shape: RoundShape, update: Callable[[Any], None]) -> WholeRound:
         """The program of a shape after ``update``: captured, unless the shape occurs for the first time or cannot be captured."""
@@ -315,13 +325,11 @@ class Rounds:
         self.whole, self.stale = context.batch, False
 
 
-def _kind(composition: Composition, drafts: bool) -> tuple[Any, Sampling, Sampling]:
-    """How a round decides, as ``MicroBatch.verify`` chooses; the target's sampling, and the draft's, if it ``drafts``."""
-    verdict = "coupled" if type(composition.verifier) is Coupled else "rejection"
+def _verdict(composition: Composition) -> Literal["rejection", "fused", "coupled"]:
+    """How a round decides, as ``MicroBatch.verify`` chooses."""
     if composition.verifying.takes_logits and composition.sampling.only_temperature:
-        verdict = "fused"
-    own = cast(Any, composition.draft).sampling if drafts else None
-    return verdict, composition.sampling, own or composition.sampling
+        return "fused"
+    return "coupled" if type(composition.verifier) is Coupled else "rejection"
 
 
 def _ends(context: Context) -> Tensor:

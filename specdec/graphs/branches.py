@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from specdec.graphs.row_sampling import RowSampling
 from specdec.kernels.device import to_device
 from specdec.kernels.philox.reference import Key
 from specdec.sampling import Sampling
@@ -41,7 +42,7 @@ class Growing(NamedTuple):
 
     state: Tensor
     budget: Tensor
-    sampling: Sampling
+    sampling: Sampling | RowSampling
     vocab_size: int
     rng: Numbers
 

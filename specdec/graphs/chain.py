@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specdec.cache.static import StaticStore, held, memory_of
 from specdec.graphs.programs import SMALL
+from specdec.graphs.row_sampling import RowSampling
 from specdec.graphs.staging import Program, Staged, pad
 from specdec.graphs.static import Forward, StaticPlan, bucket_of, table_of, tabulate
 from specdec.kernels.attention.lowered import Lowered
@@ -136,15 +137,19 @@ def draw(
     return top, token if distribution is None else pick(distribution, uniforms), distribution
 
 
-def scored(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The largest score of each of ``logits [..., V]``, its token, and their distribution, ``None`` at temperature 0 (``reads_context`` is false)."""
+def scored(logits: Tensor, sampling: Sampling | RowSampling) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The largest score of each of ``logits [..., V]``, its token, and their distribution, ``None`` at temperature 0. A ``Sampling`` must not read contexts."""
     nowhere: Any = None
     if sampling.greedy:
         top, token = sampling.scores(logits, nowhere, None).max(-1)
         return top, token, None
     wide = logits if logits.dtype == torch.float64 else logits.float()
     top, token = (scores := sampling.scores(wide, nowhere, None)).max(-1)
-    return top, token, scores.softmax(-1)
+    return (
+        top,
+        token,
+        sampling.law(scores, token) if isinstance(sampling, RowSampling) else scores.softmax(-1),
+    )
 
 
 def propose(

@@ -40,7 +40,7 @@ class TreeRound(WholeRound):
     def _draw(self, given: Given, budget: Tensor) -> Grown:
         assert self.draft is not None
         numbers = _Numbers(self)
-        growing = Growing(self.state, budget, self.shape.drawing, self.target.vocab_size, numbers)
+        growing = Growing(self.state, budget, self.drawing, self.target.vocab_size, numbers)
         return self.draft.grow(given, growing, self.constants)
 
     def _read(self, given: Given, ids: Tensor, drafted: Any, caught: dict[int, list[Tensor]]) -> Tensor:
@@ -63,7 +63,7 @@ class TreeRound(WholeRound):
 
     def _decide(self, logits: Tensor, drafted: Any, length: Tensor) -> Decided:
         tree: Grown = drafted
-        top, wanted, p = scored(logits, self.shape.sampling)
+        top, wanted, p = scored(logits, self.sampling)
         finite = torch.isfinite(top)
         finite = (finite[:, 1:] | ~tree.exists).all(1) & finite[:, 0]
         if p is None or self.shape.verdict == "coupled":

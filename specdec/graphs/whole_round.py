@@ -9,15 +9,18 @@ Tokens beyond a row's budget are computed and never accepted. The cache has slot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.graphs.branches import TreeShape
 from specdec.graphs.chain import scored
 from specdec.graphs.drafting import Drafting, Given, Passed, Side
+from specdec.graphs.row_sampling import FIELDS, RowSampling, RowsKind, fill
 from specdec.graphs.staging import Program, Staged, pad
 from specdec.graphs.static import table_of, tabulate
 from specdec.kernels import philox, rejection
@@ -34,17 +37,22 @@ class RoundShape(NamedTuple):
     """What a round is captured for: ``rows`` of at most ``length`` slots, paths of ``steps`` drafted tokens (0: no draft).
 
     ``verdict``: ``"rejection"`` as ``verifiers.Rejection`` decides, ``"fused"`` as ``FusedRejection`` does on logits (for a ``sampling`` that has nothing but
-    a temperature), ``"coupled"`` as ``Coupled``; at temperature 0 all compare tokens. ``drawing``: the draft's sampling. ``tree``: of depth ``steps``;
-    ``None`` for chains.
+    a temperature), ``"coupled"`` as ``Coupled``; at temperature 0 all compare tokens. ``drawing``: the draft's sampling. Either is a ``RowsKind`` where every
+    row has settings of its own. ``tree``: of depth ``steps``; ``None`` for chains.
     """
 
     rows: int
     length: int
     steps: int
     verdict: Literal["rejection", "fused", "coupled"]
-    sampling: Sampling
-    drawing: Sampling
+    sampling: Sampling | RowsKind
+    drawing: Sampling | RowsKind
     tree: TreeShape | None = None
+
+    @property
+    def by_row(self) -> bool:
+        """Whether rows have settings of their own."""
+        return isinstance(self.sampling, RowsKind)
 
     @property
     def nodes(self) -> int:
@@ -97,9 +105,14 @@ class WholeRound(Program):
                 "rows": ("i4", (R,)),
                 "start": ("i8", (R, 3)),
                 **dict.fromkeys(("real", "most", "seed"), ("i8", (R,))),
+                **({name: (kind, (R,)) for name, kind in FIELDS.items()} if shape.by_row else {}),
                 **table_of(target.store, R, shape.length),
             },
             device,
+        )
+        self.sampling, self.drawing = (
+            RowSampling(one, self.staged.on) if isinstance(one, RowsKind) else one
+            for one in (shape.sampling, shape.drawing)
         )
         with torch.inference_mode(False):
             self.state, self.carry = torch.zeros(R, 3, dtype=torch.long, device=device), None
@@ -113,18 +126,20 @@ class WholeRound(Program):
         start: Tensor | None = None,
         carry: Tensor | None = None,
         table: Sequence[Sequence[int]] = (),
+        settings: Mapping[str, np.ndarray] = MappingProxyType({}),
     ) -> None:
         """Send a batch, whose rows are the first of the cache.
 
         Args:
             most: ``[B]`` where each row's text ends. seed: ``[B]``. start: ``[B, 3]`` the state; ``None`` leaves it.
-            carry: ``[B, ...]``; ``None`` leaves it. table: the pages of each row of a target that has pages.
+            carry: ``[B, ...]``; ``None`` leaves it. table: the pages of each row of a target that has pages. settings: of each row, for a ``RowsKind``.
         """
         array, B = self.staged.begin(), len(most)
         pad(array["rows"], range(B))
         pad(array["real"], [1] * B)
         pad(array["most"], most.numpy())
         pad(array["seed"], seed.numpy())
+        fill(array, settings)
         if "table" in array:
             tabulate(array["table"], table)
         array["start"][:] = (2, 0, 0)
@@ -199,12 +214,12 @@ class WholeRound(Program):
         distributions: list[Tensor] = []
         depths = torch.arange(shape.steps, device=self.device)
         numbers = None
-        if shape.verdict != "coupled" and not shape.drawing.greedy:
+        if shape.verdict != "coupled" and not self.drawing.greedy:
             numbers = self._uniforms(length, depths, DRAFT)
         forward, token = self.draft.chain(given, self.state), self.state[:, 2]
         for n in range(shape.steps):
             logits = fit(forward(n, token), self.target.vocab_size)
-            top, token, q = scored(logits, shape.drawing)
+            top, token, q = scored(logits, self.drawing)
             if q is not None:
                 distributions.append(q)
                 token = self._race(q, length + n) if numbers is None else pick(q, numbers[:, n])
@@ -220,14 +235,14 @@ class WholeRound(Program):
         """The verdict on what was drafted, from ``logits [R, nodes + 1, V]``."""
         tokens, nodes, _, q = drafted
         shape, depths = self.shape, torch.arange(self.shape.steps + 1, device=self.device)
-        if shape.verdict == "fused" and not shape.sampling.greedy:
+        if shape.verdict == "fused" and not self.sampling.greedy:
             accept, bonus = self._uniforms(length, depths[:-1], ACCEPT), self._uniforms(length, depths, BONUS)
-            temperature = cast(float, shape.sampling.temperature)
+            temperature = cast(Any, self.sampling).temperature
             made = rejection.decisions(
                 logits, tokens, nodes.sum(1), accept, bonus, q, temperature=temperature
             )
             return Decided(made.accepted.clamp(min=0), made.token, made.accepted >= 0)
-        top, wanted, p = scored(logits, shape.sampling)
+        top, wanted, p = scored(logits, self.sampling)
         finite = torch.isfinite(top)
         finite = (finite[:, 1:] | ~nodes).all(1) & finite[:, 0]
         if p is not None and shape.verdict == "coupled":

@@ -259,6 +259,8 @@ class Server:
                     raise ValueError("it has a sampling: give serve(..., own_sampling=True)")
                 parts = self.composition
                 request.sampling.probe(parts.target.vocab_size, parts.device or "cpu", self.tokenizer)
+                if isinstance(self.executor, Ahead):
+                    self.executor.check_own(request.sampling)
         except (TypeError, ValueError) as error:
             what = (
                 str(error)
