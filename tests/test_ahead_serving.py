@@ -243,18 +243,47 @@ def test_requests_have_samplings_of_their_own(kind, graphs, verifier):
     assert one[0][0] == alone.generate([PROMPTS[0]], BUDGETS[0], eos_token_id=()).ids[0]
 
 
-def test_lists_of_settings():
-    lists = {"temperature": [0.0, 1.0, 2.0], "top_k": [None, 3, None], "top_p": [0.9, None, 0.7]}
-    found = [
-        builder_of("model").sampling(**lists).executor(e).build().generate(PROMPTS[:3], 30, seed=2).ids
-        for e in (Serial(), Ahead())
-    ]
+@pytest.mark.parametrize("verifier", [sd.Rejection(), sd.Coupled()])
+def test_lists_of_settings(verifier):
+    lists = {"temperature": [0.0, 1.0, 2.0], "top_k": [None, 3, 2**70], "top_p": [0.9, None, 0.7]}
+    builder = builder_of("model").verifier(verifier).sampling(**lists)
+    found = [builder.executor(e).build().generate(PROMPTS[:3], 30, seed=2).ids for e in (Serial(), Ahead())]
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("own", [sd.Sampling(0.4, top_k=7), sd.Sampling(0.0)])
+def test_a_draft_keeps_a_sampling_of_its_own(own):
+    target, small = (sd.HFModel(tiny("llama", n), graphs="eager") for n in (0, 1))
+    builder = sd.decoder(target).draft(sd.drafts.Model(small, sampling=own), 3)
+    asked = [replace(one, sampling=sampling) for one, sampling in zip(requests(), OWN)]
+    one, other = (
+        served(builder.executor(e).build(), asked, limit=3, clock="rounds", own_sampling=True)
+        for e in (Serial(), Ahead())
+    )
+    assert other == one
+
+
+def test_steps_do_not_change_with_every_request(monkeypatch):
+    """Once a row had a truncation, rows without one run in the same step."""
+    shapes, made = set(), Rounds._made
+    monkeypatch.setattr(
+        Rounds,
+        "_made",
+        lambda self, shape, update: (shapes.add(shape.sampling), made(self, shape, update))[1],
+    )
+    decoder = builder_of("model").executor(Ahead()).build()
+    asked = [replace(one, sampling=sampling) for one, sampling in zip(requests(), OWN * 2)]
+    list(decoder.serve([*asked, *asked], 1, seed=3, own_sampling=True, eos_token_id=()))
+    assert len(shapes) <= 5
+
+
 def test_samplings_that_no_step_computes_are_refused(monkeypatch):
-    with pytest.raises(ValueError, match="here each has its own"):
-        builder_of("tree").sampling(temperature=[0.5, 1.0]).executor(Ahead()).build()
+    for length in (2, 4):  # of two children of one token
+        target = sd.HFModel(tiny("llama"), graphs="eager")
+        tree = sd.drafts.Tree(sd.HFModel(tiny("llama", 1), graphs="eager"), (2,))
+        builder = sd.decoder(target).draft(tree, length).executor(Ahead())
+        with pytest.raises(ValueError, match="here each has its own"):
+            builder.sampling(temperature=[0.5, 1.0]).build()
     decoder = builder_of("model").executor(Ahead()).build()
     asked = [
         sd.Request([5, 6, 7], 9, sampling=sd.Sampling(processors=(lambda ids, scores: scores,))),

@@ -126,12 +126,12 @@ def streamed(
     decoder: sd.Decoder, prompts: list[list[int]], new: int, cold: sd.Sampling
 ) -> tuple[list[list[int]], sd.Stats]:
     """Texts of a stream with room for two requests, so that later ones join, all but the last one with the sampling ``cold``; that one is sampled, and
-    left out. With whole rounds none has a sampling of its own."""
-    greedy = isinstance(decoder.executor, Ahead)
-    hot = None if greedy else sd.Sampling(0.9, top_p=0.9, top_k=50)
-    requests = [sd.Request(ids, new, sampling=None if greedy else cold) for ids in prompts]
+    left out. With whole rounds of trees none has a sampling of its own."""
+    same = isinstance(decoder.executor, Ahead) and isinstance(decoder.draft, sd.drafts.Tree)
+    hot = None if same else sd.Sampling(0.9, top_p=0.9, top_k=50)
+    requests = [sd.Request(ids, new, sampling=None if same else cold) for ids in prompts]
     more = [sd.Request(prompts[0], new, sampling=hot)]
-    stream = decoder.serve([*requests, *more], 2, seed=0, eos_token_id=(), own_sampling=not greedy)
+    stream = decoder.serve([*requests, *more], 2, seed=0, eos_token_id=(), own_sampling=not same)
     made = sorted(stream, key=lambda one: one.index)[: len(prompts)]
     return [one.ids for one in made], sum((one.stats for one in made[1:]), start=made[0].stats)
 

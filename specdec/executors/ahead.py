@@ -17,9 +17,9 @@ from specdec.drafts.none import NoDraft
 from specdec.drafts.tree import Tree
 from specdec.drafts.whole_round import without_steps
 from specdec.executors.ahead_joining import AheadScheduler
+from specdec.executors.captured_drafts import DRAFTS, drafting_of, samplings
 from specdec.executors.round import MicroBatch
 from specdec.executors.serial import Serial
-from specdec.executors.whole_rounds import DRAFTS, drafting_of
 from specdec.per_request import PerRequest
 from specdec.rng import Philox, Rng
 from specdec.sampling import Sampling
@@ -92,13 +92,13 @@ def _why_not(composition: Composition) -> str | None:
         return "needs both models on one device"
     if type(verifier) not in (Rejection, FusedRejection, Coupled) or getattr(verifier, "candidates", 1) != 1:
         return f"decides as Rejection(), FusedRejection() or Coupled() do, and the verifier is {verifier!r}"
-    sampling = composition.sampling
-    drawing = sampling if kind is None else cast(Any, draft).sampling or sampling
+    sampling, drawing = samplings(composition)
     if _reads_text(sampling) or _reads_text(drawing):
         return "runs Sampling itself, without processors or a grammar"
     if drawing is not sampling and drawing.by_request:
         return "draws with the sampling of the decoder or with one for all requests, and the draft has a list of settings"
-    if drawing.by_request and type(draft) is Tree and draft.nodes(composition.length) > composition.length:
+    grows = type(draft) is Tree and kind is not None and kind.tree(draft, composition.length) is not None
+    if drawing.by_request and grows:
         return "draws siblings with one sampling for all requests, and here each has its own"
     return None
 

@@ -7,8 +7,9 @@ from typing import Any, cast
 
 from specdec.cache.contiguous import check_memory
 from specdec.composition import Composition
+from specdec.executors.captured_drafts import drafting_of
 from specdec.executors.round import DraftRunner, MicroBatch
-from specdec.executors.whole_rounds import Rounds, Rows, drafting_of, hold, most
+from specdec.executors.whole_rounds import Rounds, Rows, hold, most
 from specdec.executors.worker import DraftRequest
 from specdec.stop_rules import StopRules
 

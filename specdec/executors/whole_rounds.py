@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,52 +15,17 @@ from specdec.cache.slots import Slots
 from specdec.cache.static import StaticStore, held, memory_of
 from specdec.cache.token_index import Row
 from specdec.composition import Composition
-from specdec.drafts.heads.draft import Head
-from specdec.drafts.heads.dynamic_tree import DynamicTree
-from specdec.drafts.heads.static_tree import StaticTree
-from specdec.drafts.heads.tree_round import HeadStaticDrafting, HeadTreeDrafting
-from specdec.drafts.heads.whole_round import HeadDrafting
-from specdec.drafts.magicdec.draft import MagicDec
-from specdec.drafts.magicdec.whole_round import ViewDrafting
-from specdec.drafts.model import Model
-from specdec.drafts.spire.draft import Spire
-from specdec.drafts.spire.whole_round import SpireDrafting
-from specdec.drafts.tree import Tree
-from specdec.drafts.tree_round import TreeDrafting
-from specdec.drafts.whole_round import ModelDrafting, class_of
-from specdec.drafts.windowed_round import WindowedDrafting
+from specdec.executors.captured_drafts import drafting_of, samplings
 from specdec.executors.round import staying
 from specdec.graphs.drafting import Drafting, Side
-from specdec.graphs.row_sampling import kind_of, settings_of
+from specdec.graphs.row_sampling import RowsKind, kind_of, settings_of
 from specdec.graphs.static import SHORTEST, bucket_of, power
 from specdec.graphs.tree_round import TreeRound
 from specdec.graphs.whole_round import ACCEPTED, DRAWN, FINITE, NEXT, TOKENS, RoundShape, WholeRound
 from specdec.kernels.device import to_device
-from specdec.models.masked import Masked
-from specdec.models.windowed import Windowed
 from specdec.stop_rules import StopRules
 from specdec.types import Context, Proposal, Round, Scores, Verdict
 from specdec.verifiers.coupled import Coupled
-
-# What drafts in the step.
-DRAFTS: dict[type, Any] = {
-    Model: ModelDrafting,
-    Tree: TreeDrafting,
-    Spire: SpireDrafting,
-    MagicDec: ViewDrafting,
-    Head: HeadDrafting,
-}
-HEAD_TREES: dict[type, Any] = {DynamicTree: HeadTreeDrafting, StaticTree: HeadStaticDrafting}
-CONSTANT = (Masked, Windowed)  # models whose keys and values are in a ring
-
-
-def drafting_of(draft: Any) -> Any:
-    """The ``Drafting`` of a draft, or ``None``."""
-    if type(draft) is Model and class_of(draft.model) in CONSTANT:
-        return WindowedDrafting
-    if type(draft) is Head and type(draft.tree) in HEAD_TREES:
-        return HEAD_TREES[type(draft.tree)]
-    return DRAFTS.get(type(draft))
 
 
 def most(limits: StopRules, context: Context) -> np.ndarray:
@@ -134,6 +99,7 @@ class Rounds:
         if longest is not None:
             self.steps = min(self.steps, longest)
         self.nodes = self.steps if self.tree is None else self.tree.nodes
+        self._kind: RowsKind | None = None
         self.at = torch.arange(rows.context.batch)
         self.whole, self.stale = rows.context.batch, False
         self.flight: _Flight | None = None
@@ -208,9 +174,10 @@ class Rounds:
         length, before = min(power(longest, SHORTEST), self.slots), self.program
         if not fresh and before is not None and before.captured and before.shape.length == length:
             return before
+        settings = self._settings()
 
         def update(program: Any) -> None:
-            most, seed, settings = torch.from_numpy(self._most()), self.rows.rng.seed, self._settings()
+            most, seed = torch.from_numpy(self._most()), self.rows.rng.seed
             if fresh:
                 program.send(most, seed, _ends(self.rows.context), self.carry, self.table, settings)
             elif program is not before:
@@ -222,21 +189,24 @@ class Rounds:
         return self.program
 
     def _settings(self) -> dict[str, np.ndarray]:
-        """The rows' own, if each has settings of its own."""
+        """The rows' own, if each has settings of its own; the step's ``_kind`` is then for these, too."""
         sampling = self.composition.sampling
-        return settings_of(sampling, self.rows.context) if sampling.by_request else {}
+        if not sampling.by_request:
+            return {}
+        settings = settings_of(sampling, self.rows.context)
+        self._kind = kind_of(settings, self._kind)
+        return settings
 
     def _shape(self, longest: int, length: int) -> RoundShape:
-        composition = self.composition
-        sampling, drawing = composition.sampling, composition.sampling
-        if self.part is not None:
-            drawing = cast(Any, composition.draft).sampling or drawing
-        kind = kind_of(self._settings()) if sampling.by_request else None
-        decides = _verdict(composition), kind or sampling, kind if kind and drawing.by_request else drawing
+        sampling, drawing = samplings(self.composition)
+        kinds = (
+            self._kind or sampling,
+            self._kind if self._kind is not None and drawing is sampling else drawing,
+        )
         rows = bucket_of([1] * self.rows.context.batch, [1], longest, self.slots).rows
         if self.part is not None and self.part.rows is not None:
             rows = min(rows, self.part.rows)
-        return RoundShape(rows, length, self.steps, *decides, self.tree)
+        return RoundShape(rows, length, self.steps, _verdict(self.composition), *kinds, self.tree)
 
     def _made(self, shape: RoundShape, update: Callable[[Any], None]) -> WholeRound:
         """The program of a shape after ``update``: captured, unless the shape occurs for the first time or cannot be captured."""

@@ -38,15 +38,19 @@ def settings_of(sampling: Sampling, context: Context) -> dict[str, np.ndarray]:
     for name, none in _NONE.items():
         given = sampling.settings[name]
         rows = [given[r] if isinstance(given, Sequence) else given for r in requests]
-        found[name] = np.array([none if one is None else one for one in rows])
+        rows = [none if one is None else one for one in rows]
+        found[name] = np.array([min(k, none) for k in rows] if name == "top_k" else rows)
     cold = found["temperature"] == 0
     return {name: x if name == "temperature" else np.where(cold, _NONE[name], x) for name, x in found.items()}
 
 
-def kind_of(settings: Mapping[str, np.ndarray]) -> RowsKind:
-    """What a step for rows with such settings is captured for."""
-    given = {name: bool((settings[name] != _NONE[name]).any()) for name in ("top_k", "top_p", "min_p")}
-    return RowsKind(bool((settings["temperature"] == 0).all()), **given)
+def kind_of(settings: Mapping[str, np.ndarray], before: RowsKind | None) -> RowsKind:
+    """What a step for rows with such settings is captured for, which suits those of ``before``, too: requests that come and go do not change it each time."""
+    given = [bool((settings[name] != _NONE[name]).any()) for name in ("top_k", "top_p", "min_p")]
+    now = RowsKind(bool((settings["temperature"] == 0).all()), *given)
+    if before is None:
+        return now
+    return RowsKind(now.greedy and before.greedy, *(a or b for a, b in zip(now[1:], before[1:])))
 
 
 def fill(array: Mapping[str, np.ndarray], settings: Mapping[str, np.ndarray]) -> None:
