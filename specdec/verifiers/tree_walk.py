@@ -93,8 +93,10 @@ def _chances(tree: Candidates, law: Tensor, node: Tensor) -> Tensor:
 def _left(tree: Candidates, law: Tensor, here: Tensor) -> Tensor:
     """``law [R, V]`` without the tokens of all children of ``here [R]``, which are point masses and were rejected; ``law`` itself if nothing is left (with a
     probability of about 0)."""
-    rejected = children(tree.exists, tree.parents, here)
-    left = law.scatter_add(1, tree.tokens, torch.where(rejected, -law.gather(1, tree.tokens), 0))
+    (R, V), rejected = law.shape, children(tree.exists, tree.parents, here)
+    gone = torch.zeros(R, V + 1, dtype=torch.bool, device=law.device)
+    gone.scatter_(1, torch.where(rejected, tree.tokens, V), True)
+    left = law.masked_fill(gone[:, :V], 0)
     total = left.sum(1, keepdim=True)
     return torch.where(rejected.any(1, keepdim=True) & (total > 0), left / total, law)
 
