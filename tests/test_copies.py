@@ -16,7 +16,7 @@ SHAPES = [KVShape(2, 16, 16, torch.float32, torch.device("cpu"))] * 3
 def most(call):
     """Bytes of the largest tensor that is allocated meanwhile."""
     call()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         call()
     return max(event.self_cpu_memory_usage for event in seen.events())
 
