@@ -145,11 +145,8 @@ def scored(logits: Tensor, sampling: Sampling | RowSampling) -> tuple[Tensor, Te
         return top, token, None
     wide = logits if logits.dtype == torch.float64 else logits.float()
     top, token = (scores := sampling.scores(wide, nowhere, None)).max(-1)
-    return (
-        top,
-        token,
-        sampling.law(scores, token) if isinstance(sampling, RowSampling) else scores.softmax(-1),
-    )
+    law = sampling.law(scores, token) if isinstance(sampling, RowSampling) else scores.softmax(-1)
+    return top, token, law
 
 
 def propose(

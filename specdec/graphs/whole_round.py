@@ -10,7 +10,6 @@ Tokens beyond a row's budget are computed and never accepted. The cache has slot
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
@@ -48,11 +47,6 @@ class RoundShape(NamedTuple):
     sampling: Sampling | RowsKind
     drawing: Sampling | RowsKind
     tree: TreeShape | None = None
-
-    @property
-    def by_row(self) -> bool:
-        """Whether rows have settings of their own."""
-        return isinstance(self.sampling, RowsKind)
 
     @property
     def nodes(self) -> int:
@@ -99,13 +93,13 @@ class WholeRound(Program):
         carry: Tensor | None = None,
     ):
         self.target, self.draft, self.shape, self.device = target, draft, shape, device
-        R = shape.rows
+        R, by_row = shape.rows, isinstance(shape.sampling, RowsKind)
         self.staged = Staged(
             {
                 "rows": ("i4", (R,)),
                 "start": ("i8", (R, 3)),
                 **dict.fromkeys(("real", "most", "seed"), ("i8", (R,))),
-                **({name: (kind, (R,)) for name, kind in FIELDS.items()} if shape.by_row else {}),
+                **({name: (kind, (R,)) for name, kind in FIELDS.items()} if by_row else {}),
                 **table_of(target.store, R, shape.length),
             },
             device,
@@ -126,7 +120,7 @@ class WholeRound(Program):
         start: Tensor | None = None,
         carry: Tensor | None = None,
         table: Sequence[Sequence[int]] = (),
-        settings: Mapping[str, np.ndarray] = MappingProxyType({}),
+        settings: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Send a batch, whose rows are the first of the cache.
 
@@ -139,7 +133,7 @@ class WholeRound(Program):
         pad(array["real"], [1] * B)
         pad(array["most"], most.numpy())
         pad(array["seed"], seed.numpy())
-        fill(array, settings)
+        fill(array, settings or {})
         if "table" in array:
             tabulate(array["table"], table)
         array["start"][:] = (2, 0, 0)
