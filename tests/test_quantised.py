@@ -86,6 +86,47 @@ def test_weights_of_a_class_of_their_own_are_not_read():
     assert not LlamaEager.suits(model)
 
 
+def test_weights_of_a_class_of_their_own_run_outside_inference_mode():
+    """quanto's of four bits cannot be viewed in it."""
+
+    class Packed4(torch.Tensor):
+        pass
+
+    model, seen = tiny("llama", 1, torch.float32), []
+    own = own_text(model, PROMPTS[0])
+    up = model.model.layers[0].mlp.up_proj
+    up.weight = nn.Parameter(up.weight.data.as_subclass(Packed4), requires_grad=False)
+    up.register_forward_pre_hook(
+        lambda *_: seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+    )
+    assert sd.decoder(sd.HFModel(model)).greedy().build().generate(PROMPTS[:1], 16).ids == [own]
+    assert set(seen) == {(False, False)}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neo"])
+def test_hooks_before_the_models_own_forward_run_in_every_chunk(family):
+    model, fed = tiny(family, 1, torch.float32), []
+
+    def plus_50(module, args, options):
+        return args, {**options, "input_ids": options["input_ids"] + 50}
+
+    model.register_forward_pre_hook(plus_50, with_kwargs=True)
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: fed.append(args[0]))
+    target = sd.HFModel(model, prefill_chunk=4)
+    fed.clear()
+    sd.decoder(target).greedy().build().generate([list(range(11))], 1)
+    assert len(fed) > 2
+    assert all(int(ids.min()) >= 50 for ids in fed)
+
+
+def test_packed_weights_are_refused_by_name():
+    """As those of compressed-tensors, which replaces them in the first forward."""
+    model = tiny("llama", 1, torch.float32)
+    model.ct_decompress_hook = model.register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"call model\(torch.tensor\(\[\[0\]\]\)\)"):
+        sd.HFModel(model)
+
+
 def test_an_adapter_may_be_trained_in_place():
     model = changed(Adapted)
     decoder = sd.decoder(model).draft(sd.drafts.NGram(), 3).greedy().build()

@@ -8,6 +8,8 @@ the forward in ``CALL``, because some families do not pass a forward's keyword a
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -112,6 +114,7 @@ class Packed:
                 part.warn_if_padding_and_no_attention_mask = _nothing
         self.model, self.body = model, model.base_model
         self.backend = backend
+        self.own_class = any(type(p.data) is not Tensor for p in model.parameters())
         self.lean: LlamaEager | None = None
         if modules:
             return
@@ -121,6 +124,15 @@ class Packed:
             self.lean = LlamaTriton(model, backend)
         elif LlamaEager.suits(model):
             self.lean = LlamaEager(model, backend)
+
+    @contextmanager
+    def _outside_inference_mode(self) -> Iterator[None]:
+        """Inference mode is off for weights of a tensor class of their own: some (quanto's of 4 bits) cannot be viewed in it."""
+        if not self.own_class:
+            yield
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            yield
 
     @property
     def invariant(self) -> bool:
@@ -158,10 +170,14 @@ class Packed:
         if self.lean is not None and self.lean.usable:
             return self.lean.forward(store, plan, ids, positions, keep, caught)
         wanted: dict[str, Any] = {} if keep is None or keep is False else {"logits_to_keep": keep}
-        model = self.body if keep is False else self.model
+        model = self.model
+        if keep is False and model._forward_pre_hooks:
+            wanted = {"logits_to_keep": 1}  # the body alone would miss what they do
+        elif keep is False:
+            model = self.body
         before = CALL.set(Call(plan, store, self.backend))
         try:
-            with tapped(self.model, caught, lambda hidden: hidden[0]):
+            with tapped(self.model, caught, lambda hidden: hidden[0]), self._outside_inference_mode():
                 out = model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **wanted)
         finally:
             CALL.reset(before)

@@ -85,7 +85,9 @@ class Padded:
         at = torch.from_numpy(packed).to(ids.device)
         slots = _Slots(store, plan, torch.from_numpy(slot.reshape(-1)).to(ids.device))
         model, wanted, pick = self.model, {self.memory: slots}, there
-        if keep is False:
+        if keep is False and model._forward_pre_hooks:
+            wanted["logits_to_keep"] = 1  # the body alone would miss what they do
+        elif keep is False:
             model = self.body
         elif keep is not None:
             r, c = (i[keep] for i in there)

@@ -10,14 +10,22 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.configs import eos_ids, processors, runs_on, sampling
+from specdec.configs import eos_ids, processors, runs_on, sampling, setting
 
 
 def structural_clone(model: PreTrainedModel) -> Any:
     """A model of the same structure with its own modules and config, on the user's parameters and buffers.
 
     Rotary frequencies are copied, because dynamic scaling writes them in place.
+
+    Raises:
+        ValueError: the weights are packed, and compressed-tensors unpacks them in the first forward.
     """
+    if packed_weights(model):
+        raise ValueError(
+            "model has packed weights, which compressed-tensors replaces in the first forward: call model(torch.tensor([[0]])) "
+            "once before, or give the folder or hub id, which is loaded unpacked"
+        )
     shared: dict[int, Any] = {id(p): p for p in model.parameters()}
     shared |= {id(b): b for name, b in model.named_buffers() if "inv_freq" not in name}
     clone = copy.deepcopy(model, shared)
@@ -26,6 +34,11 @@ def structural_clone(model: PreTrainedModel) -> Any:
     config.use_cache = config.output_hidden_states = config.output_attentions = False
     config.return_dict = True
     return clone
+
+
+def packed_weights(model: Any) -> bool:
+    """Whether compressed-tensors will unpack the weights in the first forward, and so replace them."""
+    return setting(model, "ct_decompress_hook") is not None
 
 
 class Wrapper:

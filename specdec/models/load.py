@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from transformers.utils import is_peft_available
 
 from specdec.forward.families import multimodal
+from specdec.models.clone import packed_weights
 from specdec.models.text_only import text_only
 from specdec.zoo import files as zoo
 
@@ -61,6 +62,9 @@ def load(name: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
             f"{len(missing)} weights are missing from {str(name)!r}, {missing[0]!r} for one, and would be random: copy or "
             "download it again"
         )
+    if packed_weights(model):
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device))
     return text_only(model) if multimodal(model.config) else model
 
 
