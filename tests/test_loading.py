@@ -185,7 +185,7 @@ def test_a_targets_own_layer_is_a_draft(folders, monkeypatch):
     assert draft_part("suffix", target, 8, 1) == ("suffix", sd.drafts.Suffix())
 
 
-EXACT = ["compare", "evaluate_tau", "optimality", "verifier_rounds", "heads"]
+EXACT = ["compare", "evaluate_tau", "optimality", "verifier_rounds", "stop_rules", "heads"]
 
 
 @pytest.mark.parametrize("name", [*EXACT, "decide", "bench", "answers"])

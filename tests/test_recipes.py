@@ -57,6 +57,7 @@ RECIPES = [
     "replay",
     "optimality",
     "verifier_rounds",
+    "stop_rules",
     "spire_ablations",
     "spire_measured",
     "train_pool",
@@ -706,6 +707,26 @@ def test_optimality(tmp_path):
     assert {r["positions"] for r in rows if r["depth"] == "all" and r["chosen"] == "independent"} == {12}
     assert "Nothing is above its optimum" in said
     assert (figures / "optimality.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_stop_rules(tmp_path):
+    file = tmp_path / "s.json"
+    sizes = ["--count", "6", "--new-tokens", "8", "--context", "48", "--k", "4", "--temperatures", "0", "0.6"]
+    what = ["--drafts", "tiny=pocket-tiny", "eagle3=pocket-eagle3", "--least", "0.05", "0.9", "--at", "1.5"]
+    said = run("recipes/stop_rules.py", *sizes, *what, "--json", str(file))
+    rows = report(file)
+    points = [r for r in rows if "least" in r]
+    assert len(points) == 2 * 2 * (4 + 4 * 2)
+    lengths = [r for r in points if r["rule"] == "length"]
+    assert all(r["drafted"] == pytest.approx(r["least"]) for r in lengths)
+    assert all(0 <= r["drafted"] <= 4 and 1 <= r["tau"] <= 1 + r["drafted"] for r in points)
+    found = [r for r in rows if "at" in r]
+    assert found
+    assert all(r["ratio_low"] <= r["ratio"] <= r["ratio_high"] for r in found)
+    assert "PathProb" in said
+    with pytest.raises(AssertionError, match="models and heads, and this is a NGram"):
+        run("recipes/stop_rules.py", "--drafts", "ngram")
 
 
 @pytest.mark.slow

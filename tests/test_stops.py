@@ -20,7 +20,7 @@ from specdec.capabilities import DraftPart
 from specdec.drafts import Head, MagicDec, Model, NGram, Paced, Spire, Tree
 from specdec.drafts.heads import Chain, Eagle3
 from specdec.drafts.spire import SpireModel
-from specdec.drafts.stops import Confidence, Entropy, MaxProb, Rule
+from specdec.drafts.stops import Confidence, Entropy, MaxProb, PathProb, Rule
 from specdec.executors import Ahead
 from specdec.models import Windowed
 
@@ -29,7 +29,8 @@ RULES = {
     "most": MaxProb(0.55),
     "entropy": Entropy(0.647),
     "two": (Rule("after", lambda seen: seen.token[..., -1] == 1), MaxProb(0.5)),
-    "path": Rule("before", lambda seen: seen.own.prod(-1) < 0.5),
+    "path": PathProb(0.5),
+    "before": Rule("before", lambda seen: seen.own.prod(-1) < 0.5),
 }
 PROMPTS, BUDGETS = [[5], [7, 8, 9], [1, 2, 3, 4] * 3, [20, 1]], [9, 7, 3, 8]
 AFTER, BEFORE = Confidence(0.4), (MaxProb(0.35), Confidence(0.1))
@@ -82,6 +83,40 @@ def test_replays_take_rules(tmp_path):
     greedy = lab.record(model(0), PROMPTS[:1], tmp_path / "g", sampling=sd.Sampling(0), **settings)
     with pytest.raises(ValueError, match="without randomness"):
         lab.replay(greedy, model(0), 3).stopping(0.3)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_replays_count_the_tokens_that_are_drafted(temperature, tmp_path):
+    settings = {"new_tokens": 8, "k": 3, "eos_token_id": (), "progress": False}
+    prompts = [row * 3 for row in PROMPTS]
+    trace = lab.record(model(0), prompts, tmp_path / "t", sampling=sd.Sampling(temperature), **settings)
+    for k, stop in ((3, None), (2, None), (3, Confidence(0.3))):
+        replay = lab.replay(trace, Model(model(1), stop=stop), 3)
+        if stop is None:
+            torch.testing.assert_close(replay.drafted(k), k * replay.efficiency(k).rounds)
+            continue
+        drafted = torch.zeros(len(prompts), dtype=torch.float64)
+        for c, start in ((c, s) for c in range(len(prompts)) for s in range(8)):
+            begun = begins(replay, c, start)
+            drafted[c] += begun * replay.proposed[c, start]
+        torch.testing.assert_close(replay.drafted(), drafted)
+        assert float(drafted.sum()) < 3 * float(replay.efficiency().rounds.sum())
+    with pytest.raises(ValueError, match="only the tokens of chains"):
+        lab.replay(trace, Tree(model(1), (2, 1)), 2).drafted()
+
+
+def begins(replay, c, start):
+    """The probability that a block starts there, by the block before it."""
+    if not start:
+        return 1.0
+    total = 0.0
+    for before in range(max(0, start - replay.k - 1), start):
+        chances = [float(x) for x in replay.accept[c, before, : int(replay.size[c, before])]]
+        took = start - before - 1
+        if took <= len(chances):
+            stays = 1 - chances[took] if took < len(chances) else 1.0
+            total += begins(replay, c, before) * torch.tensor(chances[:took]).prod().item() * stays
+    return total
 
 
 def test_a_number_ends_chains_where_transformers_does():

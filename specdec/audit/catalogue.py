@@ -42,7 +42,7 @@ from specdec.audit.lossy import lossy
 from specdec.builder import Builder, DraftLike, decoder
 from specdec.cost.rounds import RoundTable
 from specdec.drafts.heads.static_tree import StaticTree
-from specdec.drafts.stops import Confidence, Entropy, MaxProb, Rule
+from specdec.drafts.stops import Confidence, Entropy, MaxProb, PathProb
 from specdec.executors import Optimistic, Pipelined
 from specdec.models import TableModel
 from specdec.sampling import Sampling
@@ -224,12 +224,11 @@ def adversaries() -> Iterator[Composition]:
 
 def adaptive() -> Iterator[Composition]:
     """Lengths that rules decide while chains are drafted, and that follow the rounds before."""
-    path = Rule("after", lambda seen: seen.own.prod(-1) < 0.5)
     for name, stop in (
         ("own probability", Confidence(0.5)),
         ("largest probability", MaxProb(0.6)),
         ("entropy", Entropy(0.647)),
-        ("path, and largest probability", (path, MaxProb(0.6))),
+        ("path, and largest probability", (PathProb(0.5), MaxProb(0.6))),
     ):
         builder = BASE.draft(drafts.Model(OTHER, stop=stop), length=2)
         yield Composition(f"chain k=2, ended by its {name}", builder, 4)

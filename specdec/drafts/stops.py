@@ -129,6 +129,16 @@ class Entropy(Confidence):
         return 1 - (self.scale * seen.entropy[..., -1]).sqrt() < self.least
 
 
+@dataclass(frozen=True)
+class PathProb(Confidence):
+    """Ends a chain after a token with which the product of its tokens' own probabilities falls below ``least``."""
+
+    least: float = 0.1
+
+    def __call__(self, seen: Drafted) -> Tensor:
+        return seen.own.prod(-1) < self.least
+
+
 def as_stops(stop: Any) -> tuple[Stop, ...]:
     """The rules of an argument ``stop``: ``None`` or 0, another probability (``Confidence``), a rule, or several.
 

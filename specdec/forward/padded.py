@@ -84,7 +84,8 @@ class Padded:
         there = tuple(torch.from_numpy(i).to(ids.device) for i in live.nonzero())
         at = torch.from_numpy(packed).to(ids.device)
         slots = _Slots(store, plan, torch.from_numpy(slot.reshape(-1)).to(ids.device))
-        model, wanted, pick = self.model, {self.memory: slots}, there
+        wanted: dict[str, Any] = {self.memory: slots}
+        model, pick = self.model, there
         if keep is False and model._forward_pre_hooks:
             wanted["logits_to_keep"] = 1  # the body alone would miss what they do
         elif keep is False:

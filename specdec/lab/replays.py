@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.audit.between import between
 from specdec.audit.block import block_chances
 from specdec.audit.lengths import Drafted, Policy, check_policy, stopping
-from specdec.audit.rounds import Efficiency, efficiency
+from specdec.audit.rounds import Efficiency, Rounds, efficiency
 from specdec.drafts.spire import SpireModel
 from specdec.drafts.stops import Stop, Stops
 from specdec.lab.traces import Trace, digest, identity
@@ -134,6 +134,18 @@ class Replay:
         return torch.stack([found.tokens_low, found.rounds_high]), torch.stack(
             [found.tokens_high, found.rounds_low]
         )
+
+    def drafted(self, k: int | None = None) -> Tensor:
+        """``[C]`` the expected number of tokens that the blocks of each text propose, for chains, with ``k`` as for ``efficiency``.
+
+        Raises:
+            ValueError: trees were replayed.
+        """
+        if not self.chains:
+            raise ValueError("trees were replayed: only the tokens of chains are counted")
+        k = self._k(k)
+        begun, _ = Rounds.of(self.chances(), k, self._ended, n=self._rounds, lengths=self.size).begun()
+        return (begun * self.proposed.clamp(max=k)).sum(1)
 
     def _k(self, k: int | None) -> int:
         if k not in (None, self.k) and not self.chains:
