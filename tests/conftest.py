@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -37,8 +38,7 @@ def pytest_collection():
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Tests and cases in ``slow_tier.txt`` are slow: they take longest, and others of the same part stay in the fast tier."""
-    names = HERE / "slow_tier.txt"
-    listed = set(names.read_text().splitlines() if names.exists() else ())  # a test may be copied elsewhere
+    listed = set(_slow(HERE / "slow_tier.txt"))
     if torch.cuda.is_available():  # they are slow in Triton's interpreter
         listed = {one for one in listed if not one.startswith("tests/test_triton_")}
     root = HERE.parent
@@ -52,6 +52,15 @@ def pytest_collection_modifyitems(config, items):
         if item.nodeid in listed:
             item.add_marker(pytest.mark.slow)
     _kernels()
+
+
+def _slow(names):
+    """Ids of tests and cases; the cases of a test are indented below it."""
+    if not names.exists():  # a test may be copied elsewhere
+        return
+    for block in re.split(r"\n(?=\S)", names.read_text().rstrip()):
+        test, *cases = block.split("\n")
+        yield from [test + case.strip() for case in cases] or [test]
 
 
 def _kernels():
