@@ -18,6 +18,7 @@ from tiny import byte_tokenizer, tiny
 
 import specdec as sd
 from specdec.executors import Ahead, Serial
+from specdec.serving import penalties
 from specdec.serving.engine import Engine, Job, Said
 from specdec.serving.openai import NEUTRAL
 from specdec.serving.requests import Finished
@@ -168,6 +169,40 @@ def test_a_schema_is_followed(server):
     assert (len(said["text"]), said["finish_reason"]) == (3, "stop")
 
 
+PENALTIES = [
+    {"logit_bias": {"50": 100}},
+    {"logit_bias": {"273": -100, "12": 3.5}},
+    {"repetition_penalty": 1.7},
+    {"frequency_penalty": 1.5},
+    {"presence_penalty": 2},
+    {"frequency_penalty": -0.5, "presence_penalty": 1, "repetition_penalty": 1.2, "logit_bias": {"7": 2}},
+]
+
+
+@pytest.mark.parametrize("fields", PENALTIES, ids=lambda fields: ", ".join(fields))
+def test_scores_are_changed_as_asked(server, fields):
+    """The text is that of plain decoding with the rules written out token by token."""
+    target = server.engine.target
+    prompt = target.tokenizer(PROMPT)["input_ids"]
+    text = list(prompt)
+    for _ in range(12):
+        scores = target.model(torch.tensor([text])).logits[0, -1].tolist()
+        for token, bias in fields.get("logit_bias", {}).items():
+            scores[int(token)] += bias
+        for token in set(text):
+            penalty = fields.get("repetition_penalty", 1)
+            scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+        for token in set(text[len(prompt) :]):
+            times = text[len(prompt) :].count(token)
+            scores[token] -= times * fields.get("frequency_penalty", 0) + fields.get("presence_penalty", 0)
+        text.append(max(range(len(scores)), key=scores.__getitem__))
+    said, plain = (
+        complete(server, temperature=0, max_tokens=12, **more)["choices"][0] for more in (fields, {})
+    )
+    assert said["text"] == target.tokenizer.decode(text)[len(target.tokenizer.decode(prompt)) :]
+    assert said["text"] != plain["text"]
+
+
 WRONG = [
     ({"prompt": PROMPT, "n": 0}, "n is 0: give a number of choices from 1 to 128"),
     ({"prompt": PROMPT, "n": True}, "n is true: give a whole number"),
@@ -185,7 +220,14 @@ WRONG = [
     ({"prompt": PROMPT, "messages": []}, "messages is of the other endpoint"),
     ({"prompt": PROMPT, "temperature": -1}, "temperature is -1: give 0 (greedy)"),
     ({"prompt": PROMPT, "temperature": "hot"}, 'temperature is "hot": give a number'),
-    ({"prompt": PROMPT, "logit_bias": {"50": 10}}, 'logit_bias is {"50": 10}: only {} is supported'),
+    ({"prompt": PROMPT, "logit_bias": {"50": 101}}, 'logit_bias has {"50": 101}: give ids of tokens, 0 to'),
+    ({"prompt": PROMPT, "logit_bias": {"9999999": 1}}, 'logit_bias has {"9999999": 1}: give ids'),
+    ({"prompt": PROMPT, "logit_bias": {"-1": 1}}, 'logit_bias has {"-1": 1}: give ids'),
+    ({"prompt": PROMPT, "logit_bias": {"5": True}}, 'logit_bias has {"5": true}: give ids'),
+    ({"prompt": PROMPT, "logit_bias": [5]}, "logit_bias is [5]: give an object"),
+    ({"prompt": PROMPT, "presence_penalty": 3}, "presence_penalty is 3: give a number from -2 to 2"),
+    ({"prompt": PROMPT, "frequency_penalty": -2.5}, "frequency_penalty is -2.5: give a number from -2 to 2"),
+    ({"prompt": PROMPT, "repetition_penalty": 0}, "repetition_penalty is 0: give a number above 0"),
     ({"prompt": PROMPT, "stop": ["a", ""]}, "stop contains an empty string"),
     ({"prompt": PROMPT, "stream_options": {"include_usage": 1}}, "stream_options is "),
     ({"prompt": PROMPT, "stream_options": {"usage": True}}, "stream_options is "),
@@ -234,6 +276,7 @@ def test_what_is_wrong_is_refused_by_name(server, body, message):
 def test_what_says_nothing_is_taken(server, endpoint):
     quiet = {
         **NEUTRAL,
+        **penalties.NEUTRAL,
         "n": 1,
         "echo": False,
         "logprobs": False,

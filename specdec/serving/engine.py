@@ -6,9 +6,9 @@ import queue
 import socket
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from specdec.likelihood import LogProbs, log_probs
 from specdec.prompts import rows_of
 from specdec.rng import seeds
 from specdec.serving.logprobs import TokenNames
+from specdec.serving.penalties import Penalties
 from specdec.serving.requests import Finished, Request
 from specdec.texts import StreamChunk
 
@@ -110,9 +111,11 @@ class Engine:
         top: int | None = None,
         echo: bool = False,
         seed: int | None = None,
+        penalties: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> Job:
-        """Queue a request, once for each of ``n`` choices. The first has its ``seed``, and the others have seeds that are made of it.
+        """Queue a request, once for each of ``n`` choices. The first has its ``seed``, and the others have seeds that are made of it. ``penalties`` are arguments of
+        ``Penalties``, added to its sampling.
 
         Raises:
             Stopped: no more are taken. TypeError, ValueError: it is no request, or what its tokenizer's chat template raises.
@@ -120,6 +123,9 @@ class Engine:
         rows = rows_of(self.target, prompt)
         if len(rows) > 1:
             raise ValueError(f"prompt holds {len(rows)} prompts: send a request for each")
+        if penalties:
+            processor = Penalties(len(rows[0]), **penalties)
+            settings["sampling"] = replace(settings["sampling"], processors=(processor,))
         job = Job(rows[0], stops, n, top, echo)
         own: list[Any] = [seed, *([None] * (n - 1) if seed is None else seeds(seed, n)[1:].tolist())]
         requests = [

@@ -19,14 +19,15 @@ from specdec.grammars.guidance import json_schema, lark, regex
 from specdec.sampling import Sampling
 from specdec.serving.engine import Job, Said
 from specdec.serving.logprobs import TokenNames, entries, of_chat, of_completion
+from specdec.serving.penalties import RANGES, penalties_of
 from specdec.texts import added
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 TAKEN: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "seed", "top_k", "n", "top_logprobs"), (int,)),
-    **dict.fromkeys(("temperature", "top_p", "min_p"), (int, float)),
+    **dict.fromkeys(("temperature", "top_p", "min_p", *RANGES), (int, float)),
     **dict.fromkeys(("stream", "ignore_eos", "echo"), (bool,)),
-    **dict.fromkeys(("stream_options", "response_format", "structured_outputs"), (dict,)),
+    **dict.fromkeys(("stream_options", "response_format", "structured_outputs", "logit_bias"), (dict,)),
     **dict.fromkeys(("prompt", "stop"), (str, list)),
     **dict.fromkeys(("model", "user"), (str,)),
     "messages": (list,),
@@ -42,11 +43,11 @@ WORDS = {
     list: "a list",
 }
 NEUTRAL = {
-    **dict.fromkeys(("best_of", "repetition_penalty", "length_penalty"), 1),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens", "priority"), 0),
+    **dict.fromkeys(("best_of", "length_penalty"), 1),
+    **dict.fromkeys(("min_tokens", "priority"), 0),
     **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "store"), False),
     **dict.fromkeys(("skip_special_tokens", "add_special_tokens", "spaces_between_special_tokens"), True),
-    **{"logit_bias": {}, "tools": [], "stop_token_ids": [], "tool_choice": "none", "suffix": ""},
+    **{"tools": [], "stop_token_ids": [], "tool_choice": "none", "suffix": ""},
     **{"parallel_tool_calls": True, "service_tier": "auto"},
 }
 """What else clients send, with the value that does nothing, which alone is taken."""
@@ -152,8 +153,8 @@ def likely_of(body: Mapping[str, Any], chat: bool) -> dict[str, Any]:
     return {"n": n, "top": None if wanted is False else most, "echo": echo}
 
 
-def asked(body: Any, chat: bool, most: int, tokenizer: Any) -> dict[str, Any]:
-    """The arguments of ``Engine.submit`` that a body asks for.
+def asked(body: Any, chat: bool, most: int, target: Any) -> dict[str, Any]:
+    """The arguments of ``Engine.submit`` that a body asks of a decoder's target.
 
     Raises:
         TypeError, ValueError: the body is no object, has no prompt, or has what is not supported.
@@ -196,10 +197,11 @@ def asked(body: Any, chat: bool, most: int, tokenizer: Any) -> dict[str, Any]:
         "eos_token_id": () if body.get("ignore_eos") else None,
         **likely_of(body, chat),
     }
-    rules = grammar_of(body, tokenizer)
-    if settings or rules is not None:
+    rules = grammar_of(body, target.tokenizer)
+    penalties = penalties_of(body, target.vocab_size)
+    if settings or penalties or rules is not None:
         made["sampling"] = Sampling(**settings, grammar=rules)
-    return made
+    return {**made, "penalties": penalties} if penalties else made
 
 
 def refusal(status: int, message: str, body: Any = None, chat: bool = False) -> dict[str, Any]:
