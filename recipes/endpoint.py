@@ -3,7 +3,7 @@
     python recipes/endpoint.py --target FOLDER_OR_HUB_ID --draft FOLDER_OR_HUB_ID
     curl localhost:8000/v1/completions -d '{"prompt": "import os", "max_tokens": 32, "temperature": 0}'
 
-POST /v1/completions and /v1/chat/completions take `prompt` (a text or ids) or `messages`, `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `seed`,
+POST /v1/completions and /v1/chat/completions take `prompt` (a text, ids, or a list of these) or `messages`, `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `seed`,
 `stop`, `ignore_eos`, `stream`, `stream_options`, `n`, `logprobs` (with `top_logprobs` in a chat, `echo` in a completion), `logit_bias`, `presence_penalty`,
 `frequency_penalty`, `repetition_penalty`, and a grammar as `response_format` or as
 vLLM's `structured_outputs` (`json`, `regex` or `grammar`). An unsupported field is refused by name, unless its value has no effect. GET /v1/models and /health answer, too. All requests share the batches of one decoder (Decoder.serve). The usage of an answer says
@@ -150,7 +150,7 @@ class Handler(BaseHTTPRequestHandler):
         ends: list[Any] = []
         while len(ends) < answer.job.choices:
             said: Any = answer.job.next(self.connection)
-            if self._failed(said):
+            if self._failed(said, answer.job):
                 return
             if not is_chunk(said):
                 ends.append(said)
@@ -166,12 +166,14 @@ class Handler(BaseHTTPRequestHandler):
         )
         return True
 
-    def _failed(self, said: Any) -> bool:
+    def _failed(self, said: Any, job: Any) -> bool:
         """Whether an error was said; then it is the answer."""
         error = error_of(said)
         if error is None:
             return False
-        self._refuse(400 if isinstance(error, (TypeError, ValueError)) else 500, str(error))
+        several = isinstance(said, Said) and job.choices > job.each
+        which = f"prompt {said.choice // job.each}: " if several else ""
+        self._refuse(400 if isinstance(error, (TypeError, ValueError)) else 500, f"{which}{error}")
         return True
 
     def _stream(self, answer: Answer, usage: bool) -> None:
@@ -179,7 +181,7 @@ class Handler(BaseHTTPRequestHandler):
         said: Any = answer.job.next(self.connection)
         while is_chunk(said) and said.what.finish == "error":
             said = answer.job.next(self.connection)
-        if self._failed(said):
+        if self._failed(said, answer.job):
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")

@@ -146,7 +146,7 @@ def test_a_stop_is_not_shown(server, stream):
 
 
 def test_the_beginning_of_a_stop_waits(endpoint):
-    job = Job([1], ("END", "\n\n"))
+    job = Job(("END", "\n\n"))
     assert job.shown("a\n", last=False) == "a"
     assert job.shown("a\n", last=True) == "a\n"
     assert job.shown("a EN", last=False) == "a "
@@ -167,6 +167,33 @@ def test_a_schema_is_followed(server):
     assert json.loads(said["text"])["a"] in (1, 2)
     said = complete(server, structured_outputs={"regex": "[0-9]{3}"}, max_tokens=60)["choices"][0]
     assert (len(said["text"]), said["finish_reason"]) == (3, "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_prompts_have_the_texts_that_each_has_alone(server, stream):
+    """In the order of the prompts, then of their choices, with one usage."""
+    ids = server.engine.target.tokenizer(PROMPT)["input_ids"]
+    for prompts in (["import os\n", "def f(x):\n", "x = 1\n"], [ids, ids[:1]]):
+        settings = {"seed": 7, "n": 2, "max_tokens": 9, "temperature": 0.8}
+        alone = [complete(server, prompt=prompt, **settings) for prompt in prompts]
+        wanted = [choice["text"] for one in alone for choice in one["choices"]]
+        if not stream:
+            said = complete(server, prompt=prompts, echo=True, **settings)
+            usage = said["usage"]
+            texts = [choice["text"] for choice in said["choices"]]
+            before = [p if isinstance(p, str) else server.engine.target.tokenizer.decode(p) for p in prompts]
+            assert texts == [before[i // 2] + text for i, text in enumerate(wanted)]
+        else:
+            body = {"prompt": prompts, "stream": True, "stream_options": {"include_usage": True}, **settings}
+            rows = events(ask(server, "/v1/completions", body)[2])
+            usage = rows[-1]["usage"]
+            texts = [""] * len(wanted)
+            for row in rows:
+                for choice in row["choices"]:
+                    texts[choice["index"]] += choice["text"]
+            assert texts == wanted
+        for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            assert usage[name] == sum(one["usage"][name] for one in alone)
 
 
 PENALTIES = [
@@ -212,7 +239,8 @@ WRONG = [
     ({"prompt": PROMPT, "top_logprobs": 2}, "top_logprobs is 2: give the number in logprobs"),
     ({"prompt": PROMPT, "truncate": 3}, "truncate is not supported: leave it out"),
     ({"max_tokens": 3}, "prompt is missing"),
-    ({"prompt": [PROMPT, PROMPT]}, "prompt holds 2 prompts: send a request for each"),
+    ({"prompt": [PROMPT, ""]}, "prompt 1 is empty: give at least one token"),
+    ({"prompt": [PROMPT, "x " * 3000]}, "prompt 1: the prompt has "),
     ({"prompt": [{"role": "user", "content": "x"}]}, "prompt is a chat"),
     ({"prompt": ""}, "prompt is empty: give at least one token"),
     ({"prompt": []}, "prompt is empty: give at least one token"),

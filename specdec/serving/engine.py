@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 from specdec.likelihood import LogProbs, log_probs
@@ -38,13 +39,13 @@ class Job:
     """A request of a client: what the engine has to say of it (chunks, then what is finished, of each choice, or an error), and whether the client is gone.
 
     Attributes:
-        choices: how many texts are wanted. left: those that are not finished. top: also the log-probabilities of so many tokens in each place, and of the
-            generated ones; ``None``: none. echo: whether the prompt's tokens have theirs, too.
+        choices: how many texts are wanted, those of the first prompt first. left: those that are not finished. each: how many of one prompt. top: also the
+            log-probabilities of so many tokens in each place, and of the generated ones; ``None``: none. echo: whether the prompt's tokens have theirs, too.
     """
 
-    prompt_ids: list[int]
     stops: tuple[str, ...]
     choices: int = 1
+    each: int = 1
     top: int | None = None
     echo: bool = False
     said: queue.Queue[Any] = field(default_factory=queue.Queue)
@@ -114,27 +115,26 @@ class Engine:
         penalties: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> Job:
-        """Queue a request, once for each of ``n`` choices. The first has its ``seed``, and the others have seeds that are made of it. ``penalties`` are arguments of
-        ``Penalties``, added to its sampling.
+        """Queue a request for each of ``n`` choices of every prompt. The first of a prompt has its ``seed``, and the others have seeds that are made of it.
+        ``penalties`` are arguments of ``Penalties``, added to its sampling.
 
         Raises:
             Stopped: no more are taken. TypeError, ValueError: it is no request, or what its tokenizer's chat template raises.
         """
         rows = rows_of(self.target, prompt)
-        if len(rows) > 1:
-            raise ValueError(f"prompt holds {len(rows)} prompts: send a request for each")
-        if penalties:
-            processor = Penalties(len(rows[0]), **penalties)
-            settings["sampling"] = replace(settings["sampling"], processors=(processor,))
-        job = Job(rows[0], stops, n, top, echo)
+        job = Job(stops, n * len(rows), n, top, echo)
         own: list[Any] = [seed, *([None] * (n - 1) if seed is None else seeds(seed, n)[1:].tolist())]
-        requests = [
-            Request(
-                rows[0], key=(job, choice), arrival=None, cancelled=job.gone.is_set, seed=one,
-                on_chunk=partial(_say, job, choice), stop_strings=stops, **settings,
-            )
-            for choice, one in enumerate(own)
-        ]  # fmt: skip
+        requests = []
+        for choice, (row, one) in enumerate(product(rows, own)):
+            if penalties:
+                processor = Penalties(len(row), **penalties)
+                settings["sampling"] = replace(settings["sampling"], processors=(processor,))
+            requests.append(
+                Request(
+                    row, key=(job, choice), arrival=None, cancelled=job.gone.is_set, seed=one,
+                    on_chunk=partial(_say, job, choice), stop_strings=stops, **settings,
+                )
+            )  # fmt: skip
         with self.lock:
             if self.broken is not None:
                 raise Stopped(str(self.broken))

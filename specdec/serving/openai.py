@@ -209,8 +209,8 @@ def refusal(status: int, message: str, body: Any = None, chat: bool = False) -> 
     given = body if isinstance(body, dict) else {}
     longest = "max_completion_tokens" if given.get("max_completion_tokens") is not None else "max_tokens"
     for ours, theirs in (
-        (r"^request \d+: ", ""),
-        (r"\bprompt 0\b|^its prompt\b", "the prompt"),
+        (r"\brequest \d+: ", ""),
+        (r"\bprompt 0\b|\bits prompt\b", "the prompt"),
         (r"\bmax_new_tokens\b", longest),
         (r"\bstop_strings\b", "stop"),
     ):
@@ -227,7 +227,7 @@ class Answer:
     """What is sent of a job, in OpenAI's words.
 
     Args:
-        prompt: as it came, for an echo. names: of the target's tokens.
+        prompt: as it came, one or several, for an echo. names: of the target's tokens.
     """
 
     chat: bool
@@ -260,7 +260,9 @@ class Answer:
         """A choice that is not a stream's."""
         text = self.job.shown(said.what.text, last=True)
         content: Any = (
-            {"message": {"role": "assistant", "content": text}} if self.chat else {"text": self._echo + text}
+            {"message": {"role": "assistant", "content": text}}
+            if self.chat
+            else {"text": self._echo(said) + text}
         )
         return {"index": said.choice, **content, **self.end(said)}
 
@@ -276,27 +278,29 @@ class Answer:
             one,
             said.log_probs,
             len(shown) if len(shown) < len(one.text) else None,
-            self._echo if self.job.echo else None,
+            self._echo(said) if self.job.echo else None,
         )
         return {**made, "logprobs": (of_chat if self.chat else of_completion)(found, self.names)}
 
-    @property
-    def _echo(self) -> str:
-        """The text of the prompt, where it is wanted."""
-        if not self.job.echo or isinstance(self.prompt, str):
-            return self.prompt if self.job.echo else ""
-        return added(self.names.tokenizer, [], self.job.prompt_ids)
+    def _echo(self, said: Said) -> str:
+        """The text of a choice's prompt, where it is wanted."""
+        if not self.job.echo:
+            return ""
+        prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        own = prompts[said.choice // self.job.each]
+        return own if isinstance(own, str) else added(self.names.tokenizer, [], said.what.prompt_ids)
 
     def usage(self, ends: Sequence[Said]) -> dict[str, Any]:
-        """Counts of tokens, of all choices, and of the prompt once, which the first of them read. Drafted ones that were accepted or rejected are not among ``completion_tokens``: a stop may drop accepted ones."""
-        prompt, new = len(self.job.prompt_ids), sum(len(said.what.ids) for said in ends)
+        """Counts of tokens, of all choices, and of each prompt once, which its first choice read. Drafted ones that were accepted or rejected are not among ``completion_tokens``: a stop may drop accepted ones."""
+        first = [said.what for said in ends if said.choice % self.job.each == 0]
+        prompt, new = sum(len(one.prompt_ids) for one in first), sum(len(said.what.ids) for said in ends)
         accepted = sum(said.what.stats.accepted for said in ends)
         drafted = sum(said.what.stats.drafted for said in ends)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": next(said.what.cached for said in ends if not said.choice)},
+            "prompt_tokens_details": {"cached_tokens": sum(one.cached for one in first)},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted,
             },
