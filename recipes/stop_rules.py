@@ -54,6 +54,11 @@ class Settings(OnTexts):
     least: tuple[float, ...] = option(
         (0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9), "thresholds of each rule", metavar="P"
     )
+    greedy_least: tuple[float, ...] = option(
+        (0.05, 0.2, 0.4, 0.6, 0.8, 0.95),
+        "thresholds at temperature 0, each of which is a replay of its own",
+        metavar="P",
+    )
     at: tuple[float, ...] = option((2.0, 3.0, 4.0), "drafted tokens a round at which rules are compared")
 
 
@@ -139,7 +144,8 @@ def main(s: Settings) -> None:
                 curves = {"length": Curve([(whole, k) for k in thresholds["length"]])}
                 for rule, make in RULES.items():
                     progress(f"{name}, {rule} at temperature {temperature:g}")
-                    thresholds[rule], stops = s.least, [make(least) for least in s.least]
+                    thresholds[rule] = s.least if temperature else s.greedy_least
+                    stops = [make(least) for least in thresholds[rule]]
                     if temperature:
                         made = [whole.stopping(stop) for stop in stops]
                     else:  # a replay of point masses has no probabilities
