@@ -4,7 +4,7 @@
     curl localhost:8000/v1/completions -d '{"prompt": "import os", "max_tokens": 32, "temperature": 0}'
 
 POST /v1/completions and /v1/chat/completions take `prompt` (a text, ids, or a list of these) or `messages`, `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `seed`,
-`stop`, `ignore_eos`, `stream`, `stream_options`, `n`, `logprobs` (with `top_logprobs` in a chat, `echo` in a completion), `logit_bias`, `presence_penalty`,
+`stop`, `stop_token_ids`, `ignore_eos`, `chat_template_kwargs`, `stream`, `stream_options`, `n`, `logprobs` (with `top_logprobs` in a chat, `echo` in a completion), `logit_bias`, `presence_penalty`,
 `frequency_penalty`, `repetition_penalty`, and a grammar as `response_format` or as
 vLLM's `structured_outputs` (`json`, `regex` or `grammar`). An unsupported field is refused by name, unless its value has no effect. GET /v1/models and /health answer, too. All requests share the batches of one decoder (Decoder.serve). The usage of an answer says
 how many drafted tokens were accepted and rejected, and how many of the prompt's --prefix-cache had. --draft is a pocket model, a folder or a hub id, of a causal LM, a SPIRe draft or a head, or one of ngram,
@@ -318,6 +318,7 @@ def served(s: Settings) -> Server:
 
 
 def main(s: Settings) -> None:
+    print(f"loading {s.target}", flush=True)
     server = served(s)
     print(f"{s.target} at http://{s.host}:{server.server_address[1]}/v1 (Ctrl-C ends it)", flush=True)
     try:

@@ -119,6 +119,7 @@ def main(s: Settings) -> list[Row]:
     texts = half_way(sd.decoder(target).sampling(sampling).build(), prompts, s.new_tokens, s.seed)
     few: Any = {"rounds": 4, "repeats": 1} if s.quick else {}
     few |= {"seed": s.seed, "sampling": sampling}
+    progress("measuring the rounds of each arm", stays=True)
     times, pool = (measured(target, arms, texts, **few, pooled=pooled) for pooled in (False, True))
     rows: list[Row] = [
         {"part": "times", "arm": name, "fixed_milliseconds": 1e3 * f, "row_milliseconds": 1e3 * r, "read_milliseconds": 1e3 * read}

@@ -1,7 +1,7 @@
 """Trains a SPIRe draft for a target, with a flag for every ablation of the paper; one command, resumable.
 
-    python recipes/train_spire.py --site SITE_PACKAGES --out runs/pocket-spire        # the pocket draft, from the corpus
-    python recipes/train_spire.py --target FOLDER_OR_HUB_ID --dataset NAME --out DIR  # your own target and text
+    python recipes/train_spire.py --site SITE_PACKAGES --output runs/pocket-spire        # the pocket draft, from the corpus
+    python recipes/train_spire.py --target FOLDER_OR_HUB_ID --dataset NAME --output DIR  # your own target and text
 
 The defaults are the target's last two blocks, one sink and a window of 64, feedback memory, k = 4 passes, and MixedLoss(0.5). The
 target's final hidden states and the inputs of the copied blocks are cached (bf16, in the work folder); the same command continues
@@ -34,7 +34,7 @@ from specdec.training.train import train
 @dataclass(frozen=True)
 class Settings(Trains, OnCorpus):
     target: str = option("pocket-target", "a pocket model, a folder or a hub id")
-    out: str = option("runs/pocket-spire", "folder of the trained draft")
+    output: str = option("runs/pocket-spire", "folder of the trained draft", metavar="FOLDER")
     dataset: str = option("", "a data set of the hub, or a folder or .txt file; default: the corpus")
     column: str = option("text", "the data set's text column")
     length: int = option(1024, "tokens per sequence; the corpus has 1024")
@@ -48,7 +48,7 @@ class Settings(Trains, OnCorpus):
     loss: str = option("mixed", "training loss: mixed, distillation or hard")
     weight: float = option(0.5, "MixedLoss's share of distillation")
     k: int = option(4, "passes, and positions of a block")
-    tokens: float = option(7.484, "millions of training tokens")
+    tokens: float = option(7.484, "millions of training tokens, each seen --epochs times")
     epochs: float = option(2.0, "passes over the tokens")
     validation: int = option(32, "number of validation sequences")
     validations: int = option(20, "how often to validate")
@@ -103,7 +103,7 @@ def main(s: Settings) -> None:
         data = stream_states(target, tokenizer, s.streams, layers, tokens)
         held = stream_states(target, tokenizer, s.streams, layers, held_tokens, "validation")
     steps = max(1, int(len(data) * s.epochs / s.batch))
-    folder = Path(s.out)
+    folder = Path(s.output)
     folder.mkdir(parents=True, exist_ok=True)
     report = train(
         draft, target, data, loss=chosen.loss, forward=chosen.forward, settings=s.training(steps),

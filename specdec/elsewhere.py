@@ -72,7 +72,12 @@ _ONE = "rows are decoded by sampling or greedily; there is no beam search"
 _NO_CACHE = "the decoder makes its own caches"
 _RAGGED = "rows may have any lengths, and nothing is padded"
 
+_CHAT = "format the chat yourself: generate(target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, {name}=...), ...)"
+
 GENERATE: dict[str, str] = {
+    **{name: _CHAT.format(name=name) for name in ("enable_thinking", "tools", "documents", "chat_template")},
+    "add_generation_prompt": _CHAT.replace(", {name}=...", ""),
+    "chat_template_kwargs": _CHAT.replace("{name}=...", "**kwargs"),
     **dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), _SAMPLING),
     "do_sample": "compose with .greedy() for the most probable tokens; every temperature above 0 samples",
     "generation_config": "give its budgets and stops to generate and its sampling to .sampling(...); or call "

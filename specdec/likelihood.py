@@ -135,7 +135,7 @@ def log_probs(
     drawn = _Drawn.of(decoder, texts) if sampled else None
     parts: list[list[_Piece]] = [[] for _ in texts]
     some = torch.tensor([b for b, text in enumerate(texts) if text.ids], dtype=torch.long)
-    size = max(len(some), 1) if batch_size is None else batch_size
+    size = max(len(some), 1) if batch_size is None else int(batch_size)
     for numbers in some.split(size) if len(some) else ():
         with own_precision():
             _read(target, drawn, [texts[b] for b in numbers.tolist()], numbers, top or 0, chunk, parts)

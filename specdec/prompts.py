@@ -132,22 +132,7 @@ def _ids(tokenizer: Any, b: int, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             _text(f"prompt {b}", prompt)
             return list(tokenizer(prompt)["input_ids"]) if prompt else []
-        if not all(isinstance(message, Mapping) and "role" in message for message in prompt):
-            raise TypeError(
-                f"prompt {b} is a list of {type(prompt[0]).__name__}s without 'role': give messages {{'role': ..., 'content': ...}} for a chat, or "
-                "tokenizer(texts, padding=True) for what a tokenizer returned"
-            )
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ValueError(
-                f"prompt {b} is a chat but the tokenizer has no chat template: pass a text, or set tokenizer.chat_template"
-            )
-        goes_on = prompt[-1]["role"] == "assistant"  # as in transformers' pipelines
-        said = tokenizer.apply_chat_template(
-            list(prompt), add_generation_prompt=not goes_on, continue_final_message=goes_on, tokenize=False
-        )
-        _text(f"prompt {b}", said)
-        # The template adds special tokens itself.
-        return list(tokenizer(said, add_special_tokens=False)["input_ids"])
+        return chat_ids(tokenizer, prompt, f"prompt {b}")
     ids = listed(prompt)
     several = isinstance(ids, Sequence) and not isinstance(ids, (bytes, bytearray))
     if not several or not all(type(i) is int or isinstance(i, Integral) for i in ids):
@@ -158,6 +143,31 @@ def _ids(tokenizer: Any, b: int, prompt: Any) -> list[int]:
             )
         raise TypeError(f"prompt {b} holds {what}: give text, chat messages, or ids as integers")
     return [int(i) for i in ids]
+
+
+def chat_ids(
+    tokenizer: Any, messages: Sequence[Any], name: str, settings: Mapping[str, Any] | None = None
+) -> list[int]:
+    """The ids of a chat, by the tokenizer's template with the user's ``settings``; a last message of the assistant's is gone on with.
+
+    Raises:
+        TypeError, ValueError: these are no messages, or there is no template; they call the chat ``name``.
+    """
+    if not all(isinstance(message, Mapping) and "role" in message for message in messages):
+        raise TypeError(
+            f"{name} is a list of {type(messages[0]).__name__}s without 'role': give messages {{'role': ..., 'content': ...}} for a chat, or "
+            "tokenizer(texts, padding=True) for what a tokenizer returned"
+        )
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError(
+            f"{name} is a chat but the tokenizer has no chat template: pass a text, or set tokenizer.chat_template"
+        )
+    goes_on = messages[-1]["role"] == "assistant"  # as in transformers' pipelines
+    how = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on, **(settings or {})}
+    said = tokenizer.apply_chat_template(list(messages), **how, tokenize=False)
+    _text(name, said)
+    # The template adds special tokens itself.
+    return list(tokenizer(said, add_special_tokens=False)["input_ids"])
 
 
 def _text(name: str, text: str) -> None:

@@ -159,6 +159,10 @@ class Sampling:
 
     def for_draft(self, own: Sampling | None) -> Sampling:
         """The sampling of a draft that has its ``own``, or none: this one, or its own with this grammar, where it has no grammar itself."""
+        if not isinstance(own, Sampling | None):
+            raise TypeError(
+                f"sampling of a draft is {own!r}: give a sd.Sampling(...), or None for the decoder's"
+            )
         if own is None or own.grammar is not None or self.grammar is None:
             return self if own is None else own
         return replace(own, grammar=self.grammar)

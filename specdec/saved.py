@@ -32,6 +32,7 @@ from specdec.models.hf import HFModel
 from specdec.models.load import load_tokenizer
 from specdec.models.masked import Masked
 from specdec.models.own_cache import OwnCache
+from specdec.models.stacked import StackedModel
 from specdec.models.windowed import Windowed
 from specdec.selectors import kinds, rewards
 
@@ -56,7 +57,7 @@ def save(folder: str | os.PathLike[str], parts: Mapping[str, Any]) -> None:
         FileExistsError: there are files in the folder.
         TypeError: a part is not the library's; the message names it. Whatever is raised, nothing is written.
     """
-    folder = Path(folder)
+    folder = _path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{str(folder)!r} is not an empty folder: give a new one")
     writer = _Writer()
@@ -88,6 +89,13 @@ class _Writer:
             return part
         if isinstance(part, (tuple, list)):
             return [self.text(one, f"{path}[{i}]") for i, one in enumerate(part)]
+        if isinstance(part, Mapping):
+            return {"pairs": [[self.text(one, path) for one in pair] for pair in part.items()]}
+        if isinstance(part, StackedModel):
+            raise TypeError(
+                f"{path} is of a stacked pool, which {FILE} cannot name: save the pool without stacked=True, and give it in code again, "
+                "sd.load(folder).pool(..., stacked=True)"
+            )
         if isinstance(part, Mask) and known(part):
             return {"mask": repr(part)}
         if type(part) in (SpireModel, *HEADS):
@@ -118,7 +126,8 @@ class _Writer:
         return own | {name: self.text(value, f"{path}.{name}") for name, value in settings.items()}
 
     def language_model(self, part: HFModel | OwnCache, path: str) -> dict[str, Any]:
-        own, default = vars(part), type(part).__init__.__kwdefaults__ or {}
+        kind: Any = OwnCache if isinstance(part, OwnCache) else HFModel  # also of a model under a mask
+        own, default = vars(part), kind.__init__.__kwdefaults__
         names = [name for name in default if isinstance(part, OwnCache) or name in Options.__annotations__]
         options = {name: own[name] for name in names if own[name] != default[name]}
         if isinstance(part, OwnCache):
@@ -159,6 +168,12 @@ def _refused(path: str, part: Any) -> TypeError:
     return TypeError(f"{path} is {repr(part)[:200]}, which {FILE} cannot name: {remedy}")
 
 
+def _path(folder: Any) -> Path:
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(f"folder is {folder!r}: give a path")
+    return Path(folder)
+
+
 def load(folder: str | os.PathLike[str], device_map: Any = None) -> dict[str, Any]:
     """The parts that ``save`` wrote, by name.
 
@@ -167,7 +182,7 @@ def load(folder: str | os.PathLike[str], device_map: Any = None) -> dict[str, An
     Raises:
         FileNotFoundError: there is no saved decoder. ValueError: the recipe is damaged, or of another version.
     """
-    file = Path(folder) / FILE
+    file = _path(folder) / FILE
     if not file.is_file():
         raise FileNotFoundError(
             f"{str(folder)!r} has no {FILE}: give a folder that decoder.save(folder) wrote; a model's folder goes to sd.decoder(folder)"
@@ -198,6 +213,8 @@ class _Reader:
         if not isinstance(saved, dict):
             return saved
         settings = dict(saved)
+        if "pairs" in settings:
+            return {self.part(key): self.part(value) for key, value in settings["pairs"]}
         if "tokenizer" in settings and len(settings) == 1:
             return load_tokenizer(self.inside(settings["tokenizer"]))
         if "part" not in settings:

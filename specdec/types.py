@@ -320,7 +320,7 @@ def _check_path(proposal: Proposal, path: Tensor, accepted: Tensor, bonus: Tenso
         if not fits:
             raise ValueError(
                 f"accepted is {count} and path {nodes} in row {b}, of {size} nodes with parents {parents}: give a child of the root (parent "
-                "-1), then each time a child of the previous node, and -1 after the accepted ones"
+                "-1), then each time a child of the previous node, and -1 after the accepted ones (a verifier of chains refuses trees in its check)"
             )
 
 

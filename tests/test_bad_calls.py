@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import torch
 from tiny import byte_tokenizer, tiny
+from tiny_states import stateful
 from transformers import (
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
 
 import specdec as sd
+from specdec.drafts import heads
+from specdec.models import OwnCache
 
 
 @pytest.mark.parametrize(
@@ -74,6 +77,38 @@ def test_numbers_of_numpy_and_torch_are_numbers(target):
         same = decoder.generate(make([[1], [2]]), make([3, 4]), seed=make([5, 6]), eos_token_id=make([7]))
         assert same.ids == ids
     assert decoder.generate("a", np.int64(3), seed=np.int64(5)).ids == decoder.generate("a", 3, seed=5).ids
+    out = decoder.generate([[1], [2]], 3, seed=1)
+    scored = [sd.log_probs(decoder, out, batch_size=n)[1].tolist() for n in (1, np.int64(1))]
+    assert scored[0] == scored[1]
+    for kind, family in ((sd.HFModel, "llama"), (OwnCache, "lfm2")):
+        one, other = (
+            sd.decoder(kind(stateful(family) if kind is OwnCache else tiny(family), prefill_chunk=n))
+            for n in (2, np.int64(2))
+        )
+        assert one.generate([[1, 2, 3]], 3, seed=0).ids == other.generate([[1, 2, 3]], 3, seed=0).ids
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda t: sd.decoder(t).draft(sd.drafts.Model(t, sampling=0.5)).build(), TypeError, r"sampling of a draft is 0.5: give a sd.Sampling"),
+        (lambda t: heads.Eagle3.from_target("pocket-target"), TypeError, r"target is 'pocket-target': .*HFModel.from_pretrained"),
+        (lambda t: heads.Eagle3.from_target(t, seed="x"), TypeError, "seed is 'x': give a whole number"),
+        (lambda t: heads.DFlash.from_target(t, mask_token=1.5), TypeError, "mask_token is 1.5: give a whole number, or None"),
+        (lambda t: sd.drafts.Head(heads.Medusa.from_target(t), None), TypeError, r"tree is None: give heads.Chain\(\)"),
+        (lambda t: sd.drafts.Head(heads.Medusa.from_target(t), heads.DDTree), TypeError, "tree is <class"),
+        (lambda t: sd.drafts.TextMatch(t, t), TypeError, "tokenizer is a HFModel: give the tokenizer itself"),
+        (lambda t: OwnCache(stateful("lfm2"), "gpt2"), TypeError, "tokenizer is 'gpt2': give the object"),
+        (lambda t: sd.selectors.Thompson(spread=float("inf")), ValueError, "spread is inf: give a number above 0, and a finite one"),
+        (lambda t: sd.executors.Pipelined(2, timeline=True), TypeError, r"timeline is True: give a Timeline\(\)"),
+        (lambda t: sd.executors.Optimistic(guesses="x"), TypeError, r"guesses is 'x': give a Guesses\(\)"),
+        (lambda t: sd.TableModel.random(vocab_size=-1), ValueError, "vocab_size is -1: give at least 1"),
+        (lambda t: sd.TableModel.random(3, seed="x"), TypeError, "seed is 'x': give a whole number"),
+    ],
+)  # fmt: skip
+def test_parts_refuse_what_they_cannot_use(target, make, error, says):
+    with pytest.raises(error, match=says):
+        make(target)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,17 @@ def test_the_text_is_that_of_transformers(name, value, function):
     assert expected != text_of(eos_token_id=eos)
 
 
+@pytest.mark.parametrize(
+    "name", ["enable_thinking", "chat_template_kwargs", "tools", "add_generation_prompt", "chat_template"]
+)
+def test_settings_of_a_chat_template_are_given_to_it(name):
+    chat = [{"role": "user", "content": "x"}]
+    with pytest.raises(
+        TypeError, match=rf"argument '{name}': format the chat yourself: .*apply_chat_template"
+    ):
+        sd.decoder(TARGET).build().generate(chat, **{name: True})
+
+
 def test_other_names_of_the_same():
     assert remedy("min_tokens", 9)[0].min_length == len(PROMPT) + 9
     for name, value, entry in (

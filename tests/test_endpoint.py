@@ -196,6 +196,17 @@ def test_several_prompts_have_the_texts_that_each_has_alone(server, stream):
             assert usage[name] == sum(one["usage"][name] for one in alone)
 
 
+def test_ids_end_a_text_where_asked(server):
+    tokenizer = server.engine.target.tokenizer
+    settings = {"temperature": 0, "ignore_eos": True}
+    whole = complete(server, max_tokens=12, **settings)["choices"][0]
+    ids = tokenizer(whole["text"])["input_ids"]
+    ended = complete(server, max_tokens=12, stop_token_ids=[ids[3]], **settings)
+    assert ended["choices"][0]["finish_reason"] == "stop"
+    assert ended["usage"]["completion_tokens"] == 1 + ids.index(ids[3])
+    assert whole["text"].startswith(ended["choices"][0]["text"])
+
+
 PENALTIES = [
     {"logit_bias": {"50": 100}},
     {"logit_bias": {"273": -100, "12": 3.5}},
@@ -252,6 +263,9 @@ WRONG = [
     ({"prompt": PROMPT, "logit_bias": {"9999999": 1}}, 'logit_bias has {"9999999": 1}: give ids'),
     ({"prompt": PROMPT, "logit_bias": {"-1": 1}}, 'logit_bias has {"-1": 1}: give ids'),
     ({"prompt": PROMPT, "logit_bias": {"5": True}}, 'logit_bias has {"5": true}: give ids'),
+    ({"prompt": PROMPT, "stop_token_ids": [-1]}, "stop_token_ids is [-1]: give a list of ids, 0 to"),
+    ({"prompt": PROMPT, "stop_token_ids": 5}, "stop_token_ids is 5: give a list"),
+    ({"prompt": PROMPT, "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs is given to a completion"),
     ({"prompt": PROMPT, "logit_bias": [5]}, "logit_bias is [5]: give an object"),
     ({"prompt": PROMPT, "presence_penalty": 3}, "presence_penalty is 3: give a number from -2 to 2"),
     ({"prompt": PROMPT, "frequency_penalty": -2.5}, "frequency_penalty is -2.5: give a number from -2 to 2"),
@@ -312,6 +326,8 @@ def test_what_says_nothing_is_taken(server, endpoint):
         "presence_penalty": 0.0,
         "user": None,
         "structured_outputs": {"regex": None},
+        "stop_token_ids": [],
+        "metadata": {"a": "b"},
     }
     ids = server.engine.target.tokenizer(PROMPT)["input_ids"]
     said = [
@@ -426,6 +442,20 @@ def test_chats_are_answered(endpoint):
         assert "".join(delta.get("content", "") for delta in deltas) == wanted
         assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
         assert said["id"].startswith("chatcmpl-")
+
+
+def test_settings_of_a_chats_template_are_passed_on(endpoint):
+    model, tokenizer = sd.zoo.load("pocket-target")
+    tokenizer.chat_template = "{% for m in messages %}{% if loud %}# {% endif %}{{ m.content }}\n{% endfor %}"
+    engine = Engine(sd.decoder((model, tokenizer)).build(), 2)
+    with running(endpoint.Server(engine, "127.0.0.1", 0, "x", 8)) as made:
+        body = {"messages": [{"role": "user", "content": "import os"}], "temperature": 0}
+        for loud, text in ((False, "import os\n"), (True, "# import os\n")):
+            more = {"chat_template_kwargs": {"loud": loud}}
+            said = json.loads(ask(made, "/v1/chat/completions", body | more)[2])
+            wanted = engine.decoder.with_sampling(sd.Sampling(0)).generate(text, max_new_tokens=8).texts[0]
+            assert said["choices"][0]["message"]["content"] == wanted
+            assert said["usage"]["prompt_tokens"] == len(tokenizer(text)["input_ids"])
         for messages, says in (
             ([{"role": "user", "content": [{"type": "image_url"}]}], "messages has content that is no text"),
             ([{"role": "user", "content": [{"type": "text"}]}], "messages has content that is no text"),

@@ -211,12 +211,12 @@ def test_the_statement_about_the_model_has_three_limits():
         "89%": [right] * 8 + [wrong],
         "40%": [right] * 6 + [close] * 4,
         "12.0%": [right] * 9 + [worse],
-        " 0 points": [],
     }.items():
         said = Statement.of(some)
         assert not said.holds
         assert "does not hold" in str(said)
         assert why in str(said)
+    assert str(Statement.of([])) == "not judged: the model was fitted to all points"
     assert "holds at 10 points" in str(Statement.of([right] * 9 + [wrong]))
 
 

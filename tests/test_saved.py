@@ -73,6 +73,14 @@ COMPOSED = {
         length=3,
         capacities={"a": 1},
     ),
+    "pool by batch": lambda t: sd.decoder(t).pool(
+        {"a": other(1), "none": None}, sd.selectors.ByBatch({1: 0, 2: 1})
+    ),
+    "settings under a mask": lambda t: (
+        sd.decoder(other(7, graphs="eager"))
+        .draft(Windowed(other(1, graphs="eager", prefill_chunk=7, bf16_weights=False), 6))
+        .executor(sd.executors.Ahead())
+    ),
     "settings": lambda t: sd.decoder(other(7, graphs="eager", prefill_chunk=64)).draft(t),
     "eight bits": lambda t: sd.decoder(t).draft(sd.HFModel(t.model, kv_dtype=torch.float8_e5m2)),
     "eight bits of both": lambda t: sd.decoder(other(7, kv_dtype=torch.float8_e4m3fn)).draft(
@@ -152,6 +160,10 @@ class OwnModel(sd.HFModel):
             "draft.model.mask is ",
         ),
         (
+            lambda t: sd.decoder(t).pool({"a": other(1), "b": other(2)}, sd.selectors.Random(), stacked=True),
+            r"is of a stacked pool.*sd.load\(folder\).pool\(\.\.\., stacked=True\)",
+        ),
+        (
             lambda t: sd.decoder(t).sampling(processors=(TopKLogitsWarper(5),)),
             r"sampling.processors\[0\] is .*TopKLogitsWarper.*: save the decoder without it",
         ),
@@ -166,6 +178,18 @@ def test_what_a_folder_cannot_hold_is_named(composed, says, target, tmp_path):
     with pytest.raises(TypeError, match=says):
         decoder.save(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+def test_the_settings_of_a_model_under_a_mask_are_kept(tmp_path):
+    COMPOSED["settings under a mask"](None).build().save(tmp_path)
+    model = sd.load(tmp_path).build().draft.model
+    assert (model.graphs, model.prefill_chunk, model.bf16_weights) == ("eager", 7, False)
+
+
+@pytest.mark.parametrize("call", [sd.load, lambda folder: sd.decoder(other()).save(folder)])
+def test_a_folder_is_a_path(call):
+    with pytest.raises(TypeError, match="folder is None: give a path"):
+        call(None)
 
 
 @pytest.fixture

@@ -83,6 +83,10 @@ class Optimistic:
     threads: bool = True
     guesses: Guesses | None = field(default=None, compare=False)
 
+    def __post_init__(self) -> None:
+        if self.guesses is not None and not isinstance(self.guesses, Guesses):
+            raise TypeError(f"guesses is {self.guesses!r}: give a Guesses() to fill, or None")
+
     def check(self, composition: Composition) -> None:
         """Called by ``build``.
 

@@ -54,6 +54,8 @@ class Pipelined:
     def __post_init__(self) -> None:
         if not isinstance(self.workers, str) or self.workers not in WORKERS:
             raise ValueError(f"workers is {self.workers!r}: there are {', '.join(map(repr, WORKERS))}")
+        if self.timeline is not None and not isinstance(self.timeline, Timeline):
+            raise TypeError(f"timeline is {self.timeline!r}: give a Timeline() to fill, or None")
         if self.micro_batches is not None:
             at_least(1, "micro_batches", self.micro_batches, "need at least 1", ", or None for two")
 

@@ -167,5 +167,10 @@ def _tokenizer(tokenizer: Any, ends: tuple[int, ...]) -> Any:
     if ends not in known:
         from llguidance.hf import from_tokenizer
 
-        known[ends] = from_tokenizer(tokenizer, eos_token=list(ends))
+        try:
+            known[ends] = from_tokenizer(tokenizer, eos_token=list(ends))
+        except ValueError as error:
+            raise ValueError(
+                f"tokenizer: llguidance cannot read this {type(tokenizer).__name__} ({error})"
+            ) from error
     return known[ends]

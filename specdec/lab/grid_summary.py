@@ -123,7 +123,9 @@ class Statement(NamedTuple):
         return self.points > 0 and shares and self.loss <= LOSS
 
     def __str__(self) -> str:
-        n = max(self.points, 1)
+        n = self.points
+        if not n:
+            return "not judged: the model was fitted to all points"
         return (
             f"{'holds' if self.holds else 'does not hold'} at {self.points} points that the model was not fitted to: "
             f"fastest named, or too close and within {NEAR:.0%}, at {self.right} ({self.right / n:.0%}; wanted {RIGHT:.0%}); "

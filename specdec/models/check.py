@@ -60,6 +60,14 @@ class Loading(Options, total=False):
     offload_folder: Any
 
 
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise TypeError for what is neither ``None`` nor a tokenizer."""
+    if tokenizer is not None and not callable(tokenizer):
+        raise TypeError(
+            f"tokenizer is {tokenizer!r}: give the object, AutoTokenizer.from_pretrained(...), or use from_pretrained of this class"
+        )
+
+
 def check_arguments(
     model: Any,
     tokenizer: Any,
@@ -79,10 +87,7 @@ def check_arguments(
             f"model is a {type(model).__name__}: give a transformers model (of a PEFT wrapper, its base_model.model, which has the "
             "adapters, or what merge_and_unload() returns), or use HFModel.from_pretrained"
         )
-    if tokenizer is not None and not callable(tokenizer):
-        raise TypeError(
-            f"tokenizer is {tokenizer!r}: give the object, AutoTokenizer.from_pretrained(...), or use HFModel.from_pretrained"
-        )
+    check_tokenizer(tokenizer)
     if prefill_chunk is not None:
         at_least(
             1, "prefill_chunk", prefill_chunk, "give a number of tokens, or None for what suits the device"

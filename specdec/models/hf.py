@@ -108,9 +108,10 @@ class HFModel(Wrapper):
                 model.config.model_type,
                 f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM",
             )
-        self.model, self.tokenizer, self.clone, self.page = model, tokenizer, structural_clone(model), page
+        self.model, self.tokenizer, self.clone = model, tokenizer, structural_clone(model)
+        self.page, self.prefill_chunk = page and int(page), prefill_chunk and int(prefill_chunk)
         self.attention, self.graphs, self.invariant, self.compile = attention, graphs, invariant, compile
-        self.prefill_chunk, self.bf16_weights, self.kv_dtype = prefill_chunk, bf16_weights, kv_dtype
+        self.bf16_weights, self.kv_dtype = bf16_weights, kv_dtype
         self._path = runner_for(
             self.clone, path, attention, invariant=invariant, bf16_weights=bf16_weights,
             modules=compile is not False, page=page, kv_dtype=kv_dtype,

@@ -86,15 +86,18 @@ def _place(name: str | os.PathLike[str]) -> str | os.PathLike[str]:
     return zoo.FOLDER / name if name in zoo.names() and not Path(name).exists() else name
 
 
-def load_tokenizer(name: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a hub id, or of the model in a folder (of an adapter without one, its base model's); ``None`` for a folder that has none."""
+def load_tokenizer(name: str | os.PathLike[str], config: Any = None) -> Any:
+    """The tokenizer of a hub id, or of the model in a folder (of an adapter without one, its base model's); ``None`` for a folder that has none.
+
+    ``config``: of the model, where transformers does not know that of the folder.
+    """
     name = _place(name)
     folder = zoo.tokenizer_folder(Path(name)) if Path(name).is_dir() else name
     if folder is None:
         base = _base_of(Path(name))
         return None if base is None else load_tokenizer(base)
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, config=config)
     except Exception as error:
         if not Path(name).is_dir():
             raise

@@ -6,6 +6,7 @@ A mask that looks back no further than some first positions and a window of the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -57,12 +58,14 @@ class Masked(HFModel):
 
     def __init__(
         self,
-        model: HFModel,
+        model: HFModel | str | os.PathLike[str],
         mask: Any,
         *,
         block: int = 16,
         storage: Literal["auto", "ring", "dense"] = "auto",
     ):
+        if isinstance(model, (str, os.PathLike)):
+            model = HFModel.from_pretrained(model)
         if isinstance(model, Masked):
             raise TypeError(
                 f"model has a mask already, {model.mask!r}: give the HFModel that it was made from, and combine masks with &"

@@ -21,7 +21,7 @@ from specdec.cache.states import State, StateCache
 from specdec.configs import cache_name, setting
 from specdec.forward.families import ONE_BY_ONE, OWN_CACHE, own_cache, positions_of, refuse
 from specdec.forward.taps import listening, tapped
-from specdec.models.check import check_own, check_prefix_cache, narrowed
+from specdec.models.check import check_own, check_prefix_cache, check_tokenizer, narrowed
 from specdec.models.clone import Wrapper, structural_clone
 from specdec.models.load import load, load_tokenizer
 from specdec.types import Context, Fed, Proposal, Scores
@@ -66,6 +66,7 @@ class OwnCache(Wrapper):
             raise TypeError(
                 f"model is a {type(model).__name__}: give a transformers model, or use OwnCache.from_pretrained"
             )
+        check_tokenizer(tokenizer)
         for name, value, least in (
             ("prefill_chunk", 512 if prefill_chunk is None else prefill_chunk, 1),
             ("refeed", refeed, 0),
@@ -74,7 +75,7 @@ class OwnCache(Wrapper):
             at_least(least, name, value, f"give a number of tokens, at least {least}")
         own_cache(model.config)
         self.model, self.tokenizer, self.clone = model, tokenizer, structural_clone(model)
-        self.prefill_chunk, self.refeed = prefill_chunk, refeed
+        self.prefill_chunk, self.refeed = prefill_chunk and int(prefill_chunk), int(refeed)
         takes = inspect.signature(type(self.clone).forward).parameters
         self._memory = cache_name(self.clone)
         self._keeps, self._places = "logits_to_keep" in takes, "position_ids" in takes

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.arguments import at_least
 from specdec.types import Context, Proposal, Scores, Verdict
 
 
@@ -56,6 +57,8 @@ class TableModel:
         vocab_size: int, order: int = 1, seed: int = 0, concentration: float = 1.0, zeros: float = 0.0
     ) -> TableModel:
         """Distributions drawn from a symmetric Dirichlet; a share ``zeros`` of the entries is 0 (at least one per distribution is not)."""
+        at_least(1, "vocab_size", vocab_size, "give at least 1 token")
+        at_least(0, "seed", seed, "give 0 or more")
         draw = np.random.default_rng(seed)
         distributions = draw.dirichlet([concentration] * vocab_size, size=vocab_size**order)
         none = draw.random(distributions.shape) < zeros

@@ -5,6 +5,7 @@ StreamingLLM's mask (Xiao et al., arXiv 2309.17453) at positions of the original
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 from specdec.masks import streaming
@@ -26,7 +27,9 @@ class Windowed(Masked):
         UnsupportedModel: the family runs padded, where masks are by slot.
     """
 
-    def __init__(self, model: HFModel, window: int = 64, sinks: int = 1, *, block: int = 16):
+    def __init__(
+        self, model: HFModel | str | os.PathLike[str], window: int = 64, sinks: int = 1, *, block: int = 16
+    ):
         if window is None:
             raise TypeError("window is None: give a whole number; without a window use the HFModel itself")
         super().__init__(model, streaming(window, sinks), block=block, storage="ring")

@@ -271,7 +271,7 @@ def at_least_one(arms: int) -> int:
 
 
 def positive(name: str, value: float) -> None:
-    """Raise ValueError for a setting that is not above 0, TypeError for one that is not a number."""
+    """Raise ValueError for a setting that is not above 0 or not finite, TypeError for one that is not a number."""
     number(name, value)
-    if not value > 0:
-        raise ValueError(f"{name} is {value}: give a number above 0")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} is {value}: give a number above 0{', and a finite one' * (value > 0)}")

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from specdec.grammars.guidance import json_schema, lark, regex
+from specdec.prompts import chat_ids
 from specdec.sampling import Sampling
 from specdec.serving.engine import Job, Said
 from specdec.serving.logprobs import TokenNames, entries, of_chat, of_completion
@@ -28,6 +29,8 @@ TAKEN: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("temperature", "top_p", "min_p", *RANGES), (int, float)),
     **dict.fromkeys(("stream", "ignore_eos", "echo"), (bool,)),
     **dict.fromkeys(("stream_options", "response_format", "structured_outputs", "logit_bias"), (dict,)),
+    **dict.fromkeys(("chat_template_kwargs", "metadata"), (dict,)),
+    "stop_token_ids": (list,),
     **dict.fromkeys(("prompt", "stop"), (str, list)),
     **dict.fromkeys(("model", "user"), (str,)),
     "messages": (list,),
@@ -47,7 +50,7 @@ NEUTRAL = {
     **dict.fromkeys(("min_tokens", "priority"), 0),
     **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "store"), False),
     **dict.fromkeys(("skip_special_tokens", "add_special_tokens", "spaces_between_special_tokens"), True),
-    **{"tools": [], "stop_token_ids": [], "tool_choice": "none", "suffix": ""},
+    **{"tools": [], "tool_choice": "none", "suffix": ""},
     **{"parallel_tool_calls": True, "service_tier": "auto"},
 }
 """What else clients send, with the value that does nothing, which alone is taken."""
@@ -189,12 +192,20 @@ def asked(body: Any, chat: bool, most: int, target: Any) -> dict[str, Any]:
     stops = [stops] if isinstance(stops, str) else stops
     if not all(isinstance(stop, str) for stop in stops):
         raise ValueError(f"stop is {stops!r}: give a text, or a list of texts")
+    prompt, ends = prompt_of(body, chat), body.get("stop_token_ids", [])
+    if "chat_template_kwargs" in body:
+        if not chat:
+            raise ValueError("chat_template_kwargs is given to a completion: only chats have a template")
+        prompt = chat_ids(target.tokenizer, prompt, "messages", body["chat_template_kwargs"])
+    if not all(type(end) is int and 0 <= end < target.vocab_size for end in ends):
+        raise ValueError(f"stop_token_ids is {ends}: give a list of ids, 0 to {target.vocab_size - 1}")
+    own = () if body.get("ignore_eos") else target.eos_token_ids
     made = {
-        "prompt": prompt_of(body, chat),
+        "prompt": prompt,
         "stops": tuple(stops),
         "max_new_tokens": body.get("max_completion_tokens", body.get("max_tokens", most)),
         "seed": body.get("seed"),
-        "eos_token_id": () if body.get("ignore_eos") else None,
+        "eos_token_id": (*own, *ends),
         **likely_of(body, chat),
     }
     rules = grammar_of(body, target.tokenizer)

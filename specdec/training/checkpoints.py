@@ -42,13 +42,13 @@ def load(path: Path, settings: Mapping[str, Any], identity: Mapping[str, str]) -
     if differ:
         raise ValueError(
             f"checkpoint {path} was made with {differ[0]} = {theirs.get(differ[0])}, and it is {settings[differ[0]]} now: use the "
-            "same settings, or another file"
+            "same settings, or another file; or delete it, to begin again"
         )
     other = [n for n, mine in identity.items() if mine != state["identity"].get(n, mine)]
     if other:
         raise ValueError(
             f"checkpoint {path} is of another run: its {other[0]} is {state['identity'].get(other[0])}, and it is "
-            f"{identity[other[0]]} now: use another file"
+            f"{identity[other[0]]} now: use another file, or delete it, to begin again"
         )
     return state
 

@@ -235,7 +235,7 @@ def train(
         bar = tqdm(
             total=settings.steps,
             initial=run.step,
-            desc="training",
+            desc="compiling the loss" if settings.compile else "training",
             unit="step",
             disable=not (progress and rank == 0),
             mininterval=5,
@@ -256,6 +256,7 @@ def train(
             report.tokens += settings.batch * (batch.tokens.shape[1] - 1)
             report.seconds = before + time.monotonic() - started
             between = True
+            bar.set_description("training", refresh=False)
             bar.update()
             last = run.step == settings.steps
             if on_step is not None or accelerator.trackers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Round
 
 
+@runtime_checkable
 class Grower(Protocol):
     """A way to draw a proposal from a head: ``Chain``, ``DynamicTree``, ``DDTree``, ``StaticTree``, or an object with the same members.
 
@@ -103,6 +104,10 @@ class Head:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", as_head(self.model))
+        if isinstance(self.tree, type) or not isinstance(self.tree, Grower):
+            raise TypeError(
+                f"tree is {self.tree!r}: give heads.Chain(), heads.DynamicTree(...), or another object that grows proposals"
+            )
         self.tree.check(self.model)
         if self.bf16_weights and self.graphs not in (False, "auto"):
             raise ValueError(

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from specdec.arguments import whole
 from specdec.configs import setting
 from specdec.drafts.heads.contract import Pass
 from specdec.forward.block import Angles, eager_angles, rotated
@@ -226,6 +227,8 @@ class MaskEmbedding(nn.Module):
 
     def __init__(self, config: LlamaConfig, mask_token: int | None):
         super().__init__()
+        if mask_token is not None:
+            whole("mask_token", mask_token, ", or None for a vector of the head's own")
         if mask_token is not None and not 0 <= mask_token < config.vocab_size:
             raise ValueError(
                 f"mask_token is {mask_token}: give an id from 0 to {config.vocab_size - 1}, or None for a vector of the head's own"

@@ -9,8 +9,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 
+from specdec.arguments import at_least
 from specdec.cache.slots import KVShape
 from specdec.configs import setting
 from specdec.drafts.heads.contract import Anchors, Pass
@@ -303,9 +304,14 @@ class HeadModel(StoredHead):
             taps: by default ``default_taps``. config: changes of the body's config, such as ``intermediate_size``. seed: of the weights.
             settings: arguments of the class.
         Raises:
-            ValueError: as ``check_target`` and the class.
+            ValueError: as ``check_target`` and the class. TypeError: ``target`` is no model.
         """
         model = unwrapped(target)
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(
+                f"target is {target!r}: give an HFModel or a transformers model; of a name or a folder, HFModel.from_pretrained(...)"
+            )
+        at_least(0, "seed", seed, "give 0 or more")
         sizes = config_like(model, **(config or {}))
         taps = cls.default_taps(sizes.num_target_layers) if taps is None else taps
         with torch.random.fork_rng(devices=[]):

@@ -366,9 +366,10 @@ class SpireModel(nn.Module):
             settings["mask"] = parse(settings["mask"])
         elif own is not None:
             settings["mask"] = mask
-        body = load(folder, dtype=dtype, config=_body_config(folder), **kwargs)
+        config = _body_config(folder)
+        body = load(folder, dtype=dtype, config=config, **kwargs)
         settings["any_target"] = any_target or settings.get("any_target", False)
-        model = cls(body.eval(), tokenizer=load_tokenizer(folder), **settings)
+        model = cls(body.eval(), tokenizer=load_tokenizer(folder, config), **settings)
         if model.memory is not None:
             model.memory.load_state_dict(load_file(folder / "memory.safetensors"))
         if target is not None:

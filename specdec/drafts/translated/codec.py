@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
+from specdec.configs import setting
 from specdec.stop_rules import special_tokens
 
 LOST = "\ufffd"  # stands for bytes that are no whole character
@@ -27,6 +28,10 @@ class Codec:
         self.encode: Callable[[str], list[int]]
         self.decode: Callable[[list[int]], str]
         self.byte_level = False
+        if setting(tokenizer, "encode") is None:
+            raise TypeError(
+                f"tokenizer is a {type(tokenizer).__name__}: give the tokenizer itself, such as target.tokenizer"
+            )
         if tokenizer.is_fast:  # the wrapper takes ten times as long
             own = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
             own.no_truncation()
