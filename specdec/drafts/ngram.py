@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 from specdec.arguments import whole
 from specdec.capabilities import DraftInfo
 from specdec.drafts.stateless import Lookup
-from specdec.rng import Rng
-from specdec.types import Context, Proposal
 
 
 @dataclass(frozen=True)
@@ -32,9 +29,6 @@ class NGram(Lookup):
             raise ValueError(
                 f"min_match is {self.min_match}, max_match {self.max_match}: need 1 <= min_match <= max_match"
             )
-
-    def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
-        return self.looked_up(context, budget), None
 
     def lookup(self, ids: np.ndarray, count: int) -> np.ndarray:
         """Up to ``count`` tokens that followed the best earlier match of the end of ``ids [l]``."""

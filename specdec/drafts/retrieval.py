@@ -10,16 +10,13 @@ from operator import index as whole_number
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from specdec.arguments import at_least, number, whole
 from specdec.capabilities import DraftInfo
 from specdec.drafts.stateless import Lookup
 from specdec.drafts.suffix import frequent_path
 from specdec.protocols import LanguageModel
-from specdec.rng import Rng
 from specdec.sampling import Sampling
-from specdec.types import Context, Proposal
 
 REACH = 32  # tokens by which places are sorted: the longest match
 SAMPLED = 256  # places of a match that are looked at, at most
@@ -174,9 +171,6 @@ class Retrieval(Lookup):
             )
         self.corpus.index()  # now, so that neither the first request waits for it nor every new process makes its own
         return super().bind(target, sampling)
-
-    def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
-        return self.looked_up(context, budget), None
 
     def lookup(self, ids: np.ndarray, count: int) -> np.ndarray:
         """Up to ``count`` tokens that are likely to follow ``ids [l]``."""

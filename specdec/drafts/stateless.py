@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from specdec.grammars.masks import permitted
 from specdec.protocols import LanguageModel
+from specdec.rng import Rng
 from specdec.sampling import Sampling
 from specdec.types import Context, Proposal, Round
 
@@ -44,15 +46,15 @@ class Stateless:
 
 
 @dataclass(frozen=True)
-class Lookup(Stateless):
-    """The methods of a draft, except ``propose``, that looks up in texts what may follow a row's."""
+class Lookup(Stateless, ABC):
+    """The methods of a draft that looks up in texts what may follow a row's."""
 
     grammar: Any = field(default=None, kw_only=True, repr=False, compare=False)  # bind sets it
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Self:
         return under(self, sampling.grammar)
 
-    def looked_up(self, context: Context, budget: Tensor) -> Proposal:
+    def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
         """Chains of what ``lookup`` finds, which end before a token that the row's ``grammar`` forbids."""
         B, N = context.batch, int(budget.max())
         tokens, size = np.zeros((B, N), dtype=np.int64), np.zeros(B, dtype=np.int64)
@@ -62,8 +64,8 @@ class Lookup(Stateless):
             size[b] = len(found)
             tokens[b, : len(found)] = found
         chains = Proposal.chain(torch.from_numpy(tokens), torch.from_numpy(size))
-        return permitted(self.grammar, context, chains)
+        return permitted(self.grammar, context, chains), None
 
+    @abstractmethod
     def lookup(self, ids: np.ndarray, count: int) -> np.ndarray:
         """Up to ``count`` tokens that may follow ``ids [l]``."""
-        raise NotImplementedError

@@ -9,13 +9,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 from specdec.arguments import numbers, whole
 from specdec.capabilities import DraftInfo
 from specdec.drafts.stateless import Lookup
-from specdec.rng import Rng
-from specdec.types import Context, Proposal
 
 
 @dataclass(frozen=True)
@@ -43,9 +40,6 @@ class Suffix(Lookup):
                 f"max_match is {self.max_match}, factor {self.factor}, min_chance {self.min_chance}: need max_match >= 1, factor > 0 and a "
                 "chance from 0 to 1"
             )
-
-    def propose(self, state: None, context: Context, budget: Tensor, rng: Rng) -> tuple[Proposal, None]:
-        return self.looked_up(context, budget), None
 
     def lookup(self, ids: np.ndarray, count: int) -> np.ndarray:
         """Up to ``count`` tokens that are likely to follow ``ids [l]``."""

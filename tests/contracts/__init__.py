@@ -32,6 +32,7 @@ def parts(package: ModuleType, *methods: str) -> dict[str, type]:
         for module in modules(package)
         for name, cls in vars(module).items()
         if inspect.isclass(cls)
+        and not inspect.isabstract(cls)
         and f"{cls.__module__}.".startswith(f"{module.__name__}.")
         and not name.startswith("_")
         and all(callable(getattr(cls, method, None)) for method in methods)
