@@ -13,6 +13,7 @@ from specdec.arm_policy import Arm
 from specdec.builder import Builder
 from specdec.capabilities import DraftInfo, DraftPart
 from specdec.decoder import Decoder
+from specdec.drafts.none import NoDraft
 from specdec.executors.serial import Serial
 from specdec.lab.auto_runs import DecoderRuns, Half, estimates
 from specdec.lab.auto_seconds import measured_seconds, method_rows, round_table
@@ -126,7 +127,7 @@ def auto(
         )
     if not isinstance(drafts, Mapping) or not drafts:
         raise TypeError(f"drafts is {drafts!r}: give a mapping with at least one, {{'name': draft}}")
-    plain = base.draft(_nothing()).build()
+    plain = base.draft(NoDraft()).build()
     if not isinstance(plain.executor, Serial):
         raise ValueError(
             f"the executor is {plain.executor!r}: rounds are measured under Serial(), and a pool is decoded so"
@@ -134,7 +135,7 @@ def auto(
     at_least(1, "repeats", repeats, "give at least 1")
     at_least(2, "new_tokens", new_tokens, "give at least 2: the prefill gives the first")
     sizes, ids = tuple(sorted(set(counts("batches", batches)))), rows_of(plain.target, prompts)
-    arms = _arms(base, drafts, lengths)
+    arms = _arms(plain, drafts, lengths)
     longest = max(arm.length or 0 for arm in arms.values())
     ways = prod(1 + n for n in Counter(_numbers(arms).values()).values())
     if ways > WAYS:
@@ -186,16 +187,9 @@ def auto(
     return _decided(base, arms, runs, halves, sizes, ids, new_tokens, margin, kind, refilled)
 
 
-def _nothing() -> Any:
-    from specdec.drafts import NoDraft
-
-    return NoDraft()
-
-
-def _arms(base: Builder, drafts: Mapping[str, Any], lengths: Any) -> dict[str, Arm]:
-    """An arm for every draft and length."""
+def _arms(plain: Decoder, drafts: Mapping[str, Any], lengths: Any) -> dict[str, Arm]:
+    """An arm for every draft and length, beside ``plain`` decoding."""
     made: dict[str, Arm] = {}
-    plain = base.draft(_nothing()).build()
     if not isinstance(lengths, Mapping):
         counts("lengths", lengths)
     for name, one in drafts.items():
@@ -261,4 +255,4 @@ def _decided(
     prompts = sum(map(len, ids)) / len(ids) / new_tokens  # tokens of a prompt for each new one
     alone = {name: base.draft(arm.draft, arm.length) for name, arm in arms.items()}
     measured = method_rows(arms, runs, sizes, spent, prompts)
-    return Auto(decoder, measured, selector, {"plain": base.draft(_nothing()), **alone})
+    return Auto(decoder, measured, selector, {"plain": base.draft(NoDraft()), **alone})
