@@ -299,7 +299,7 @@ def test_recipe(tmp_path):
     )  # fmt: skip
     assert "left out: pocket-nowhere" in said
     rows = report(file)
-    parts = {"choice", "tau", "depth", "tree", "time", "equal_ms", "speed", "window", "outside"}
+    parts = {"choice", "tau", "depth", "tree", "equal_ms", "speed", "window", "outside"}
     assert {r["part"] for r in rows} == parts
     assert {r["temperature"] for r in rows} == {0.0, 1.0}
     (tmp_path / "results").mkdir()

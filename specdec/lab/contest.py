@@ -169,23 +169,6 @@ def equal_rows(
     return rows
 
 
-def time_rows(
-    field: Sequence[Contender],
-    measured: Mapping[tuple[str, int], Measured],
-    replays: Mapping[str, Replay],
-    at: Row,
-) -> list[Row]:
-    """Milliseconds of drafting and of a round at every length, and τ there."""
-    plain, rows = measured[PLAIN, 0], []
-    for one in field:
-        for k in range(1, one.longest + 1):
-            m = measured[one.name, k]
-            row = {"part": "time", **one.about, "drafting": "chain", **at, "k": k}
-            row |= {"tau": replays[one.chain.label].efficiency(k).tau}
-            rows.append(row | {"draft_ms": drafting_ms(m, plain), "round_ms": 1e3 * m.round_seconds})
-    return rows
-
-
 def choice_rows(cases: Sequence[TimedWay], replays: Mapping[str, Replay], batch: int, at: Row) -> list[Row]:
     """What was chosen on the development prompts, with τ there."""
     rows = []

@@ -181,10 +181,9 @@ class Study:
         turns = self.turns(self.chains + self.trees, "test", s.at)
         if "equal" in s.parts and self.at["temperature"] == max(s.temperatures):
             self.tell("time of drafting")
-            times, one = turns.lengths(-(-s.repeats // 2), progress), here | {"batch": 1}
+            times = turns.lengths(-(-s.repeats // 2), progress)
             budget = s.budget if s.budget in self.names else self.reference
-            rows += contest.time_rows(self.field, times, replays, one)
-            rows += contest.equal_rows(self.field, times, replays, budget, one)
+            rows += contest.equal_rows(self.field, times, replays, budget, here | {"batch": 1})
         for batch, some in cases.items():
             self.tell(f"speed at batch {batch}")
             measured, taus = turns.measure(some, batch, s.repeats, progress), taus_of(replays, some, s.at)
