@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.verifiers.acceptance import left_without
+from specdec.verifiers.acceptance import left_without, normalised
 
 
 def sibling_chances(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def _flows(left: Tensor, q: Tensor, at: Tensor, m: int) -> list[Tensor]:
     if m == 1:
         return [mine]
     rejected = (z * q - left).clamp(min=0)  # probability that each token was drawn and rejected
-    rest = _normalised((left - z * q).clamp(min=0))
+    rest = normalised((left - z * q).clamp(min=0))
     if m == 2:
         without = left_without(q)
         others = torch.where(without > 0, q.gather(-1, at) / without, 0)
@@ -80,14 +80,9 @@ def _flows(left: Tensor, q: Tensor, at: Tensor, m: int) -> list[Tensor]:
     later = [torch.zeros_like(mine) for _ in range(m - 1)]
     for v in range(q.shape[-1]):
         apart = q.index_fill(-1, torch.tensor([v], device=q.device), 0)
-        flows = _flows(rejected[..., v : v + 1] * rest, _normalised(apart), at, m - 1)
+        flows = _flows(rejected[..., v : v + 1] * rest, normalised(apart), at, m - 1)
         later = [a + b for a, b in zip(later, flows)]
     return [mine, *later]
-
-
-def _normalised(x: Tensor) -> Tensor:
-    total = x.sum(-1, keepdim=True)
-    return torch.where(total > 0, x / total, 0)
 
 
 def _given(flow: Tensor, p: Tensor, at: Tensor) -> Tensor:

@@ -98,8 +98,7 @@ def greedy_set(p: Tensor, q: Tensor, k: int) -> Tensor:
     """
     p, q = _checked(p, q, k)
     top = q.topk(min(k - 1, q.shape[-1]), -1).indices
-    rest = q.scatter(-1, top, 0)
-    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest / rest.sum(-1, keepdim=True), 0)
+    rest = normalised(q.scatter(-1, top, 0))
     return p.gather(-1, top).sum(-1) + torch.minimum(p.scatter(-1, top, 0), rest).sum(-1)
 
 
@@ -129,7 +128,7 @@ def _all_rejected(p: Tensor, q: Tensor, k: int) -> Tensor:
     """The probability that recursive rejection rejects k draws without replacement."""
     if k == 1:
         return 1 - torch.minimum(p, q).sum(-1)
-    rejected, rest = (q - p).clamp(min=0), _normalised((p - q).clamp(min=0))
+    rejected, rest = (q - p).clamp(min=0), normalised((p - q).clamp(min=0))
     # A rejected token has none of the rest, so the second draw is from q over what it has without that token, wherever it matters.
     if k == 2:
         left = left_without(q)
@@ -142,12 +141,13 @@ def _all_rejected(p: Tensor, q: Tensor, k: int) -> Tensor:
         return torch.where((q > 0).any(-1), some, 1)  # nothing is left to draw
     every = torch.zeros_like(p[..., 0])
     for v in range(q.shape[-1]):
-        others = _normalised(q.index_fill(-1, torch.tensor([v], device=q.device), 0))
+        others = normalised(q.index_fill(-1, torch.tensor([v], device=q.device), 0))
         every = every + rejected[..., v] * _all_rejected(rest, others, k - 1)
     return every
 
 
-def _normalised(x: Tensor) -> Tensor:
+def normalised(x: Tensor) -> Tensor:
+    """``x [..., V]`` over its sum; zeros stay zeros."""
     total = x.sum(-1, keepdim=True)
     return torch.where(total > 0, x / total, 0)
 

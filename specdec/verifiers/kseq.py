@@ -17,6 +17,7 @@ from specdec.types import Context, Proposal, Verdict
 from specdec.verifiers.acceptance import kseq_scale
 from specdec.verifiers.levels import descend, of_points
 from specdec.verifiers.rejection import Rejection
+from specdec.verifiers.tree_walk import residual
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,7 @@ def tests(
     before = torch.nn.functional.pad((1 - passes).cumprod(1), (1, 0), value=1.0)[:, :-1]
     beta = mine.sum(1, keepdim=True)
     whole = 1 - (1 - beta).clamp(min=0) ** k
-    rest = (p - mine * torch.where(beta > 0, whole / beta, 0)).clamp(min=0)
-    total = rest.sum(1, keepdim=True)
-    return passes * before, torch.where(total > 0, rest / total, p)
+    return passes * before, residual(p, mine * torch.where(beta > 0, whole / beta, 0))
 
 
 def check_independent(proposal: Proposal, name: str) -> None:
