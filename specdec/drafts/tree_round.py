@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec.drafts.siblings import Distinct, Independent, TopAndOne
 from specdec.drafts.tree import Tree
-from specdec.drafts.whole_round import ModelDrafting, without_steps
+from specdec.drafts.whole_round import ModelDrafting, without_slots
 from specdec.graphs.branches import Branches, Growing, Grown, TreeShape
 from specdec.graphs.chain import scored
 from specdec.graphs.drafting import Given, Passed
@@ -31,15 +31,10 @@ class TreeDrafting(ModelDrafting):
 
     @staticmethod
     def why_not(draft: Any, target: Any, length: int) -> str | None:
-        model: Any = draft.model
-        why = without_steps(model)
-        if why is not None:
-            return f"runs an HFModel with graphs=True, but the draft's model {why}"
-        if model.page is not None:
-            return f"needs a draft's keys and values in slots, and its model has pages of {model.page} tokens"
-        if type(draft.siblings) not in (Independent, Distinct, TopAndOne):
-            return f"draws siblings as the library does, and the draft's are {draft.siblings!r}"
-        return too_many(draft.nodes(length))
+        why = without_slots(draft.model)
+        if why is None and type(draft.siblings) not in (Independent, Distinct, TopAndOne):
+            why = f"draws siblings as the library does, and the draft's are {draft.siblings!r}"
+        return why or too_many(draft.nodes(length))
 
     @staticmethod
     def tree(draft: Tree, length: int) -> TreeShape | None:
@@ -61,8 +56,8 @@ class TreeDrafting(ModelDrafting):
     def grow(self, given: Given, growing: Growing, constants: Any) -> Grown:
         """As ``Drafting.grow``."""
         branches: Branches = constants
-        state, V, nowhere = growing.state, growing.vocab_size, None
-        some: Any = nowhere
+        state, V = growing.state, growing.vocab_size
+        no_text: Any = None
         length, level = state[:, 0], state[:, 2:]
         first, tokens, tops, laws = self.chain(given, state), [], [], []
         for d, width in enumerate(branches.fan):
@@ -73,7 +68,7 @@ class TreeDrafting(ModelDrafting):
             logits = fit(logits.view(*level.shape, -1), V)
             top, _, q = scored(logits, growing.sampling)
             if q is None:
-                children = topk(growing.sampling.scores(logits, some, None), width).indices
+                children = topk(growing.sampling.scores(logits, no_text, None), width).indices
             else:
                 number = torch.arange(q.shape[1] * width, device=q.device).view(1, -1, width)
                 numbers: Any = growing.rng

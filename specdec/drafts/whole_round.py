@@ -32,15 +32,7 @@ class ModelDrafting(Drafting):
 
     @staticmethod
     def why_not(draft: Model, target: Any, length: int) -> str | None:
-        model: Any = draft.model
-        why = without_steps(model)
-        if why is None and model.page is not None:
-            return f"needs a draft's keys and values in slots, and its model has pages of {model.page} tokens"
-        return (
-            why_stop(draft.stop)
-            if why is None
-            else f"runs an HFModel with graphs=True, but the draft's model {why}"
-        )
+        return without_slots(draft.model) or why_stop(draft.stop)
 
     @staticmethod
     def modules(draft: Model) -> tuple[Iterable[nn.Module], object]:
@@ -84,3 +76,13 @@ def without_steps(model: Any) -> str | None:
     if class_of(model) is HFModel:
         return None if model.steps is not None else "has no graphs"
     return f"is a {class_of(model).__name__}"
+
+
+def without_slots(model: Any) -> str | None:
+    """Why a captured round cannot run a draft's model over slots, or ``None``."""
+    why = without_steps(model)
+    if why is not None:
+        return f"runs an HFModel with graphs=True, but the draft's model {why}"
+    if model.page is not None:
+        return f"needs a draft's keys and values in slots, and its model has pages of {model.page} tokens"
+    return None
