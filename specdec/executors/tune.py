@@ -50,19 +50,10 @@ def profile(decoder: Decodes | Builds, prompts: Prompts, rounds: int = 12, seed:
     Raises:
         ValueError: fewer than 2 prompts.
     """
-    return _profile(*_given(decoder, prompts), rounds, seed)
-
-
-def _given(decoder: Decodes | Builds, prompts: Prompts) -> tuple[Decodes, list[list[int]]]:
-    """A built decoder, and rows of ids."""
-    built = decoder.build() if isinstance(decoder, Builds) else decoder
-    return built, rows_of(built.target, prompts)
-
-
-def _profile(decoder: Decodes, prompts: list[list[int]], rounds: int, seed: int) -> TimeModel:
+    built, rows = _given(decoder, prompts)
     samples: list[tuple[int, float, float]] = []
-    serial = replace(decoder, executor=Serial())
-    sizes = sorted({max(1, len(prompts) // part) for part in (1, 2, 4)})
+    serial = replace(built, executor=Serial())
+    sizes = sorted({max(1, len(rows) // part) for part in (1, 2, 4)})
     if len(sizes) < 2:
         raise ValueError("prompts has one row: give at least 2, like the batches to come")
 
@@ -72,8 +63,14 @@ def _profile(decoder: Decodes, prompts: list[list[int]], rounds: int, seed: int)
             samples.append((len(round.committed), s["draft"], s["target"] + s["verify"]))
 
     for size in sizes:
-        serial.generate(prompts[:size], decoder.length * rounds, seed=seed, eos_token_id=(), on_round=take)
+        serial.generate(rows[:size], built.length * rounds, seed=seed, eos_token_id=(), on_round=take)
     return TimeModel.fit(samples)
+
+
+def _given(decoder: Decodes | Builds, prompts: Prompts) -> tuple[Decodes, list[list[int]]]:
+    """A built decoder, and rows of ids."""
+    built = decoder.build() if isinstance(decoder, Builds) else decoder
+    return built, rows_of(built.target, prompts)
 
 
 def tune(
@@ -96,7 +93,7 @@ def tune(
         raise ValueError(f"repeats is {repeats}: each candidate runs at least once")
     how = executor or Pipelined()
     built, rows = _given(decoder, prompts)
-    model = _profile(built, rows, 12, seed)
+    model = profile(built, rows, seed=seed)
     observed: dict[int, float] = {}
 
     def observe(m: int) -> float:

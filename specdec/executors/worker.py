@@ -165,7 +165,7 @@ class InlineWorker:
 
     shares = True
 
-    def __init__(self, composition: Composition, micro_batches: int = 1, rows: int = 0):
+    def __init__(self, composition: Composition):
         self.drafts = DraftWorker(composition, settle=False)
         self.response: DraftResponse | None = None
 
