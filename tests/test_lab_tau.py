@@ -24,7 +24,7 @@ def test_every_k_from_one_pass_is_each_k_on_its_own(kind):
     with torch.no_grad():
         out = target(tokens[:, :-1], output_hidden_states=True)
     hidden = {layer: out.hidden_states[layer] for layer in range(3)}
-    texts = Texts(tokens, L, n, longest, ["code"] * 3, torch.arange(3).numpy(), out.logits[:, L:], hidden)
+    texts = Texts(tokens, L, n, longest, torch.arange(3).numpy(), out.logits[:, L:], hidden)
     spire = {
         "spire": {"layers": 2, "window": longest},
         "no feedback": {"layers": 2, "window": 9, "feedback": False},

@@ -26,8 +26,8 @@ class Texts:
 
     Attributes:
         tokens: ``[C, L + 1 + n + k]``: contexts, the token of the prefill, n positions where rounds start, k more for the last round.
-        context: L. new_tokens: n. k: of the longest block. domain: of each context. prompt: ``[C]`` number of the source file of each
-            context; intervals are over files. logits: ``[C, 1 + n + k - 1, V]`` after each token from the context's end on.
+        context: L. new_tokens: n. k: of the longest block. prompt: ``[C]`` number of the source file of each context; intervals are
+            over files. logits: ``[C, 1 + n + k - 1, V]`` after each token from the context's end on.
         hidden: layer -> its inputs ``[C, T, E]``.
     """
 
@@ -35,23 +35,20 @@ class Texts:
     context: int
     new_tokens: int
     k: int
-    domain: list[str]
     prompt: np.ndarray
     logits: Tensor
     hidden: dict[int, Tensor]
 
 
-def contexts(
-    tokenizer: Any, length: int, per_prompt: int, count: int | None
-) -> list[tuple[str, int, list[int]]]:
-    """(domain, number of the source file, ids) of pieces of the shipped held-out prompts, domains in turn."""
+def contexts(tokenizer: Any, length: int, per_prompt: int, count: int | None) -> list[tuple[int, list[int]]]:
+    """(number of the source file, ids) of pieces of the shipped held-out prompts, domains in turn."""
     pieces = []
     files: dict[tuple[str, str], int] = {}  # several prompts are cut from one file
     for entry in entries()[:count]:
         number = files.setdefault((entry["package"], entry["path"]), len(files))
         ids = tokenizer(entry["text"], add_special_tokens=False)["input_ids"]
         starts = range(0, len(ids) - length + 1, length)
-        pieces += [(entry["domain"], number, ids[a : a + length]) for a in starts[:per_prompt]]
+        pieces += [(number, ids[a : a + length]) for a in starts[:per_prompt]]
     if not pieces:
         raise SystemExit(
             f"no held-out prompt has {length} tokens: choose a smaller --contexts (about 1100 is the most)"
@@ -83,7 +80,7 @@ def sample(
     plain = decoder(HFModel(target, tokenizer)).build()
     rows: list[list[int]] = []
     for i in range(0, len(pieces), 24):
-        ids = [piece[2] for piece in pieces[i : i + 24]]
+        ids = [piece for _, piece in pieces[i : i + 24]]
         made = plain.generate(
             ids, 1 + new_tokens + k, seed=[seed + i + j for j in range(len(ids))], eos_token_id=()
         )
@@ -95,8 +92,8 @@ def sample(
         hidden.append({layer: out.hidden_states[layer].cpu() for layer in layers})
         logits.append(target.get_output_embeddings()(out.last_hidden_state[:, length:]).cpu())
     inputs = {layer: torch.cat([h[layer] for h in hidden]) for layer in layers}
-    domains, documents = [p[0] for p in pieces], np.array([p[1] for p in pieces])
-    return Texts(tokens, length, new_tokens, k, domains, documents, torch.cat(logits), inputs)
+    files = np.array([number for number, _ in pieces])
+    return Texts(tokens, length, new_tokens, k, files, torch.cat(logits), inputs)
 
 
 @torch.no_grad()
