@@ -45,7 +45,7 @@ def rolled_out(model, tokens, inputs, k, phase):
             positions = torch.tensor(first).repeat(B)
             at, turn = ring.at(rows, positions), model.rotary(positions)
             for i, layer in enumerate(model.layers):
-                ring.write(i, at, *model.keys_values(i, inputs[layer][rows, positions], turn))
+                ring.put(i, at, *model.keys_values(i, inputs[layer][rows, positions], turn))
         step = SpireSteps(model, ring, context, k)
         outputs += [step(n, tokens[:, start + n]) for n in range(k)]
     return torch.stack(outputs, 1)

@@ -84,7 +84,7 @@ def test_entries_written_at_positions_are_seen_there():
         at = ring.at(rows, positions)
         for layer in range(2):
             value = (100.0 * layer + 10 * positions + rows)[:, None, None].double()
-            ring.write(layer, at, value, -value)
+            ring.put(layer, at, value, -value)
     assert ring.layers[0][0].shape == (3, 1 + 4 + 2 - 1, 1, 1)
     seen = ring.visible(np.array([8, 9, 10]))
     held = ring.held(np.array([8, 9, 10]))

@@ -74,16 +74,12 @@ class Ring(Slots):
         return np.where(positions < self.sinks, positions, ring)
 
     def at(self, rows: Tensor, positions: Tensor, device: torch.device | str = "cpu") -> Tensor:
-        """``[T]`` flat slots of ``positions [T]`` in batch ``rows [T]`` (both on the host), for ``write`` or ``append``.
+        """``[T]`` flat slots of ``positions [T]`` in batch ``rows [T]`` (both on the host), for ``put`` or ``append``.
 
         The slots must differ: of more than W positions of a row, pass the latest.
         """
         flat = rows.numpy() * self.slots + self.slot(positions.numpy())
         return to_device(torch.from_numpy(flat), device)
-
-    def write(self, layer: int, at: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put ``keys [T, H, D]`` and ``values [T, H, Dv]`` into flat slots ``at [T]``, on the layer's device."""
-        self.put(layer, at, keys, values)
 
     def held(self, queries: np.ndarray) -> np.ndarray:
         """``[..., sinks + W]``: the position that each slot holds, seen from queries at positions ``[...]``; not above the query.

@@ -166,5 +166,5 @@ class Stage(KVStore):
             )
             both.view(-1, *both.shape[2:]).index_copy_(0, slots, bits(rounded(new, buffer.dtype)))
             shown.append(both.view(buffer.dtype))
-        self.ring.write(layer, at, *(new.index_select(0, stay) for new in fresh))
+        self.ring.put(layer, at, *(new.index_select(0, stay) for new in fresh))
         return shown[0], shown[1]
