@@ -49,7 +49,7 @@ def test_what_the_target_expects_after_each_token_is_kept():
                     *round.proposal.tokens[b, : round.proposal.size[b]].tolist(),
                 ]
                 for token in read:
-                    best = TARGET.probs[token].topk(draft.ranks).indices.tolist()
+                    best = TARGET.probs[token].topk(draft.tree.ranks).indices.tolist()
                     assert followers[token] == best
                 seen.append(len(read))
             return new

@@ -67,11 +67,6 @@ class Recycling:
             reads_logits=True,
         )
 
-    @property
-    def ranks(self) -> int:
-        """How many followers of a token are kept."""
-        return 1 + max(map(max, self.tree.paths))
-
     def bind(self, target: LanguageModel, sampling: Sampling) -> Recycling:
         return under(self, sampling.grammar)
 
@@ -83,7 +78,7 @@ class Recycling:
         followers: dict[int, list[int]] = {}
         for token, after in zip(ids[-2::-1], ids[:0:-1]):
             known = followers.setdefault(token, [])
-            if len(known) < self.ranks and after not in known:
+            if len(known) < self.tree.ranks and after not in known:
                 known.append(after)
         return followers
 
@@ -134,7 +129,7 @@ class Recycling:
         logits = constrained(self.grammar, round.scores.logits, round.context, drafted, drafting=True)
         entries = list(dict.fromkeys((b, entry) for b, entry, _ in read))  # accepted nodes were read before
         rows, entry = (to_device(torch.tensor(x), logits.device) for x in zip(*entries))
-        top = topk(logits[rows, entry], min(self.ranks, logits.shape[-1]))
+        top = topk(logits[rows, entry], min(self.tree.ranks, logits.shape[-1]))
         after = {
             one: [token for token, value in zip(tokens, values) if value > -torch.inf]
             for one, tokens, values in zip(entries, top.indices.tolist(), top.values.tolist())
@@ -145,7 +140,7 @@ class Recycling:
             best = after[b, place]
             if ruled[b]:  # behind it stays what was allowed after this token elsewhere in the text
                 known = new[b].get(token, state.followers[b].get(token, []))
-                best = list(dict.fromkeys((*best, *known)))[: KEPT * self.ranks]
+                best = list(dict.fromkeys((*best, *known)))[: KEPT * self.tree.ranks]
             new[b][token] = best
         return RecyclingState(tuple({**old, **own} for old, own in zip(state.followers, new)), None)
 

@@ -107,16 +107,25 @@ class StaticTree:
     def check(self, head: HeadModel) -> None:
         """As ``Grower.check``."""
         check_marginal("StaticTree", head)
-        if self._ranks() > head.outputs:
+        if self.ranks > head.outputs:
             raise ValueError(
-                f"paths has a rank of {self._ranks() - 1}, and this {type(head).__name__} proposes {head.outputs} ids: give ranks below that"
+                f"paths has a rank of {self.ranks - 1}, and this {type(head).__name__} proposes {head.outputs} ids: give ranks below that"
             )
 
-    def _ranks(self) -> int:
+    @property
+    def ranks(self) -> int:
+        """How many of the best tokens there are nodes for."""
         return 1 + max(map(max, self.paths))
 
     def nodes(self, length: int) -> int:
         return sum(len(path) <= length for path in self.paths)
+
+    def shape(self, length: int) -> tuple[list[int], list[int], list[int]]:
+        """The parent, the depth and the rank of each node whose path is no longer than ``length``."""
+        paths = self.paths[: self.nodes(length)]
+        place = {path: node for node, path in enumerate(paths)}
+        parents = [place.get(path[:-1], -1) for path in paths]
+        return parents, [len(path) - 1 for path in paths], [path[-1] for path in paths]
 
     def grow(
         self,
@@ -132,13 +141,11 @@ class StaticTree:
         """As ``Grower.grow``."""
         deepest = min(int(budget.max()), self.longest)
         each = marginals(head, at, memo, given, context, deepest, sampling)
-        found = [topk(logits, self._ranks()) for logits in each]
+        found = [topk(logits, self.ranks) for logits in each]
         with logits_of("a draft's "):
             check_finite(torch.stack([best.values[:, 0] for best in found], 1))
         ids = head.ids[torch.stack([best.indices for best in found], 1)]  # [R, depth, rank]
-        paths = self.paths[: self.nodes(deepest)]
-        place = {path: node for node, path in enumerate(paths)}
-        parents = torch.tensor([place.get(path[:-1], -1) for path in paths])
-        tokens = ids[:, [len(path) - 1 for path in paths], [path[-1] for path in paths]]
+        parents, depth, rank = self.shape(deepest)
         upto = torch.tensor([self.nodes(length) for length in range(deepest + 1)])
-        return Proposal(tokens, parents.expand(len(tokens), -1), upto[budget.clamp(max=deepest)])
+        above = torch.tensor(parents).expand(len(ids), -1)
+        return Proposal(ids[:, depth, rank], above, upto[budget.clamp(max=deepest)])

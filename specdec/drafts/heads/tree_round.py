@@ -80,26 +80,22 @@ class HeadStaticDrafting(HeadDrafting):
         return TreeShape(tree.nodes(length), tree)
 
     def constants(self, rows: int, device: torch.device, steps: int) -> Any:
-        """The tree's shape, and ``[N, 2]`` the depth and the rank of each node."""
-        paths = self.grower.paths[: self.grower.nodes(steps)]
-        place = {path: node for node, path in enumerate(paths)}
+        """The tree's shape, and ``[2, N]`` the depth and the rank of each node."""
+        parents, *places = self.grower.shape(steps)
         with torch.inference_mode(False):
-            places = torch.tensor([(len(path) - 1, path[-1]) for path in paths])
-            branches = Branches([place.get(path[:-1], -1) for path in paths], False, rows, device)
-            return branches, to_device(places, device)
+            return Branches(parents, False, rows, device), to_device(torch.tensor(places), device)
 
     def grow(self, given: Given, growing: Growing, constants: Any) -> Grown:
         """As ``Drafting.grow``."""
-        branches, places = constants
+        branches, (depth, rank) = constants
         at: Any = Anchored(self, growing.state[:, 0] - 1, given.longest + self.model.block_slots)
         memo: Any = given.carry
-        ranks, found, finite = 1 + max(map(max, self.grower.paths)), [], []
+        found, finite = [], []
         for n in range(len(branches.fan)):
             logits, memo = self.model.step(n, memo, growing.state[:, 2], at)
-            best = topk(logits, ranks)
+            best = topk(logits, self.grower.ranks)
             found.append(best.indices)
             finite.append(torch.isfinite(best.values[:, :1]))
-        depth, rank = places.unbind(1)
         tokens = self.model.ids[torch.stack(found, 1)[:, depth, rank]].clamp(0, growing.vocab_size - 1)
         return branches.grown(tokens, growing.budget, torch.cat(finite, 1)[:, depth])
 
