@@ -23,7 +23,7 @@ from specdec.kernels.device import own_precision, to_device
 from specdec.kernels.topk import topk
 from specdec.prompts import Prompts, rows_of
 from specdec.protocols import LanguageModel
-from specdec.sampling import Sampling
+from specdec.sampling import Sampling, widened
 from specdec.serving.requests import Finished
 from specdec.types import Context, Proposal, Verdict
 
@@ -247,7 +247,7 @@ def _read(
         logits = target.score(cache, context, proposal if proposal.nodes else None).logits
         if drawn is None:
             # Not the logarithm of a softmax, which has no numbers below 1e-45.
-            scores = _wide(logits).log_softmax(-1)
+            scores = widened(logits).log_softmax(-1)
         else:
             scores = drawn(logits, context, proposal, count)
         _keep(parts, scores, tokens, context, count, top)
@@ -314,7 +314,7 @@ class _Drawn:
             chain = Proposal.chain(
                 proposal.tokens[to_device(which, proposal.tokens.device)], count[which] - 1
             )
-            out = torch.zeros_like(_wide(logits)) if out is logits else out
+            out = torch.zeros_like(widened(logits)) if out is logits else out
             out[at] = _drawn_from(one, logits[at], asked.select(which), chain, count[which]).to(out.dtype)
         return out
 
@@ -329,7 +329,7 @@ def _drawn_from(
     """
     if not sampling.reads_text and not sampling.overridden:
         return _logs(sampling, logits, context, proposal)
-    out = torch.zeros_like(_wide(logits))
+    out = torch.zeros_like(widened(logits))
     for r in range(out.shape[1]):
         rows = (count > r).nonzero()[:, 0]
         some, at = context.select(rows), to_device(rows, out.device)
@@ -343,13 +343,9 @@ def _logs(sampling: Sampling, logits: Tensor, context: Context, proposal: Propos
     """``[B, R, V]`` in one call; not the logarithm of a softmax where that is possible."""
     if sampling.overridden:
         return sampling(logits, context, proposal).log()
-    logs = sampling.scores(_wide(logits), context, proposal).log_softmax(-1)
+    logs = sampling.scores(widened(logits), context, proposal).log_softmax(-1)
     greedy = sampling.greedy_rows(context)
     if not bool(greedy.any()):
         return logs
     chosen = sampling(logits, context, proposal).log().to(logs.dtype)
     return torch.where(to_device(greedy, logs.device)[:, None, None], chosen, logs)
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()

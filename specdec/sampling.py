@@ -247,8 +247,8 @@ class Sampling:
         """``[B, R]`` the most probable tokens, without computing distributions (but those of a subclass)."""
         if type(self).__call__ is not Sampling.__call__:
             return _largest(self(logits, context, proposal, first))[1]
-        if self.processors and logits.dtype not in (torch.float32, torch.float64):
-            logits = logits.float()  # as ``__call__`` passes them to processors
+        if self.processors:
+            logits = widened(logits)  # as ``__call__`` passes them to processors
         top, token = _largest(self.scores(logits, context, proposal, first))
         check_finite(top)
         return token
@@ -260,7 +260,7 @@ class Sampling:
 
         Entries of nodes that do not exist are valid distributions, but arbitrary ones.
         """
-        wide = logits if logits.dtype == torch.float64 else logits.float()
+        wide = widened(logits)
         own = self._by_row(context) if isinstance(self.temperature, Sequence) else None
         mixed = own is not None and bool((own == 0).any())
         if own is not None and mixed and type(self).scores is Sampling.scores:
@@ -361,6 +361,11 @@ def fit(logits: Tensor, vocab_size: int | None) -> Tensor:
     if logits.shape[-1] > vocab_size:
         return logits[..., :vocab_size]
     return torch.nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=float("-inf"))
+
+
+def widened(logits: Tensor) -> Tensor:
+    """In float32 at least."""
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def _largest(scores: Tensor) -> tuple[Tensor, Tensor]:

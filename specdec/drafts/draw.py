@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec.drafts.stops import Drafted, Stops, When, as_stops, ends
 from specdec.kernels.device import to_device
 from specdec.rng import Key, Rng
-from specdec.sampling import Sampling, fit, logits_of
+from specdec.sampling import Sampling, fit, logits_of, widened
 from specdec.types import Context, Proposal
 
 
@@ -125,8 +125,7 @@ class ChainDraw:
         greedy = sampling.greedy_rows(self.context)
         if sampling.overridden or not bool(greedy.any()):  # an overridden one may have no scores
             return (sampling(logits, self.context, before, first=first) if q is None else q)[:, 0]
-        scores = logits if logits.dtype == torch.float64 else logits.float()
-        soft = sampling.constrained(scores, self.context, before, first)[:, 0].softmax(-1)
+        soft = sampling.constrained(widened(logits), self.context, before, first)[:, 0].softmax(-1)
         return soft if q is None else soft.where(to_device(greedy, soft.device)[:, None], q[:, 0])
 
     def proposal(self) -> Proposal:

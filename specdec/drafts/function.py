@@ -14,7 +14,7 @@ from specdec.drafts.draw import ChainDraw
 from specdec.drafts.stateless import Stateless
 from specdec.protocols import LanguageModel
 from specdec.rng import Rng
-from specdec.sampling import Sampling
+from specdec.sampling import Sampling, widened
 from specdec.types import Context, Proposal
 
 
@@ -69,7 +69,7 @@ class FunctionDraft(Stateless):
                 f"{said} {len(logits)} logits and the target's vocabulary has {self.vocab_size} entries: return one for each id, -inf for ids that "
                 "are never to be drafted; of a model with a padded vocabulary, cut those that the target lacks"
             )
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return widened(logits)
 
 
 def chain_draft(function: Callable[[list[int]], Tensor | Sequence[float]]) -> FunctionDraft:

@@ -20,7 +20,7 @@ from specdec.graphs.static import Forward, StaticPlan, bucket_of, table_of, tabu
 from specdec.kernels.attention.lowered import Lowered
 from specdec.kernels.device import to_device
 from specdec.rng import Attempt, Key, Philox, Rng, pick
-from specdec.sampling import Sampling, fit
+from specdec.sampling import Sampling, fit, widened
 from specdec.types import Context, Proposal
 
 
@@ -143,8 +143,7 @@ def scored(logits: Tensor, sampling: Sampling | RowSampling) -> tuple[Tensor, Te
     if sampling.greedy:
         top, token = sampling.scores(logits, nowhere, None).max(-1)
         return top, token, None
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    top, token = (scores := sampling.scores(wide, nowhere, None)).max(-1)
+    top, token = (scores := sampling.scores(widened(logits), nowhere, None)).max(-1)
     law = sampling.law(scores, token) if isinstance(sampling, RowSampling) else scores.softmax(-1)
     return top, token, law
 
