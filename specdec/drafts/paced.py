@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -92,24 +91,14 @@ class Paced:
         """The optional methods that ``draft`` has."""
         if name not in ("empty", "prepare", "follow", "join", "forget", "check_length"):
             raise AttributeError(name)
-        part: Any = self.part
-        found = {
-            "empty": part.waits and (lambda text: self._begun(part.waits.empty(text), text)),
-            "prepare": part.waits and _inside(part.waits.prepare),
-            "follow": part.follows and _inside(part.follows.follow),
-            "forget": part.forgets and _inside(part.forgets.forget),
-            "check_length": part.limits and part.limits.check_length,
-            "join": part.joins
-            and (lambda a, b: PacedState(part.joins.join(a.inner, b.inner), torch.cat([a.length, b.length]))),
-        }[name]
-        if found is None:
-            raise AttributeError(name)
-        return found
+        method = getattr(self.draft, name)
+        if name == "check_length":
+            return method
+        if name == "empty":
+            return lambda text: self._begun(method(text), text)
+        if name == "join":
+            return lambda a, b: PacedState(method(a.inner, b.inner), torch.cat([a.length, b.length]))
+        return lambda state, *others: state._replace(inner=method(state.inner, *others))
 
     def _begun(self, inner: Any, context: Context) -> PacedState:
         return PacedState(inner, torch.full((context.batch,), self.first))
-
-
-def _inside(method: Callable[..., Any]) -> Callable[..., PacedState]:
-    """A method of the draft's, of the state in which its own is."""
-    return lambda state, *others: state._replace(inner=method(state.inner, *others))

@@ -90,7 +90,7 @@ def _why_not(composition: Composition) -> str | None:
         return why
     if kind is not None and kind.modules(draft)[1].device != cast(Any, target).device:
         return "needs both models on one device"
-    if type(verifier) not in (Rejection, FusedRejection, Coupled) or getattr(verifier, "candidates", 1) != 1:
+    if type(verifier) not in (Rejection, FusedRejection) and verifier != Coupled():
         return f"decides as Rejection(), FusedRejection() or Coupled() do, and the verifier is {verifier!r}"
     sampling, drawing = samplings(composition)
     if _reads_text(sampling) or _reads_text(drawing):
