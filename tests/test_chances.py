@@ -366,6 +366,12 @@ def test_too_many_passes_are_refused():
     assert distinct_chances(one, one, torch.tensor(0), 2).tolist() == pytest.approx([1, 0], abs=1e-9)
 
 
+def test_a_tree_with_more_depths_than_distributions_is_refused():
+    p, tokens = torch.full((1, 2, 2, V), 1 / V, dtype=torch.float64), torch.zeros(1, 2, 2, dtype=torch.long)
+    with pytest.raises(ValueError, match="the tree has 3 depths: there are distributions for 2"):
+        tree_chances(p, p, tokens, [-1, 0, 1])
+
+
 def test_an_efficiency_says_what_it_found():
     accept = torch.full((2, 6, 3), 0.5, dtype=torch.float64)
     found = efficiency(accept, 3, n=torch.tensor([6, 6]))

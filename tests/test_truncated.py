@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from specdec.audit.between import between
 from specdec.audit.rounds import efficiency
-from specdec.audit.shapes import shape, tree_chances
 from specdec.audit.siblings import distinct_chances, sibling_chances
-from specdec.audit.truncated import Known, distinct_bounds, sibling_bounds, tree_bounds
+from specdec.audit.truncated import Bounds, Known, distinct_bounds, sibling_bounds
 
 ROUNDING = 1e-12
 
@@ -96,17 +95,24 @@ def case(seed, C=4, n=6, K=2, V=6):
 @pytest.mark.parametrize("replacement", [True, False])
 @pytest.mark.parametrize("widths", [(2, 1), (1, 2), (2, 2)])
 def test_rounds_and_tokens_are_between_their_bounds(widths, replacement):
+    """Of trees in which all nodes of a depth have as many children, by depth, as ``lab.recorder`` takes them."""
     p, q, tokens = case(3)
-    parents = shape(widths)
-    value = tree_chances(p, q, tokens, parents, replacement)
+    parts = [(p[:, :, d], q[:, :, d], tokens[:, :, d], m) for d, m in enumerate(widths)]
+    value = torch.stack([exact(*part, not replacement).sum(-1) for part in parts], -1)
     lengths = torch.randint(0, 3, (4, 6), generator=torch.Generator().manual_seed(1))
     n, widest = torch.tensor([6, 5, 3, 6]), []
     for M in (1, 3, 6):
-        low, high = tree_bounds(Known.largest(p, tokens, M), q, parents, replacement)
+        each = [
+            sibling_bounds(Known.largest(p, x, M), q, m, together=True)
+            if replacement
+            else Bounds(*(bound.cumsum(-1) for bound in distinct_bounds(Known.largest(p, x, M), q, m)))
+            for p, q, x, m in parts
+        ]
+        low, high = (torch.stack([bound[..., -1] for bound in bounds], -1) for bounds in zip(*each))
         assert bool(((low <= value + ROUNDING) & (value <= high + ROUNDING)).all())
         for settings_ in ({"cut": True}, {"n": n, "lengths": lengths, "cut": n < 6}, {"k": 1}, {}):
-            found = between(low, high, parents=parents, **settings_)
-            mean = efficiency(value, parents=parents, **settings_)
+            found = between(low, high, **settings_)
+            mean = efficiency(value, **settings_)
             assert bool((found.rounds_low <= mean.rounds + ROUNDING).all())
             assert bool((mean.rounds <= found.rounds_high + ROUNDING).all())
             assert bool((found.tokens_low <= mean.tokens + ROUNDING).all())
@@ -155,8 +161,6 @@ def test_bad_input():
     known = Known.largest(p, tokens, 3)
     with pytest.raises(ValueError, match="m is 3: without replacement there are bounds for 1 or 2"):
         distinct_bounds(known, q, 3)
-    with pytest.raises(ValueError, match="the tree has 3 depths: there are distributions for 2"):
-        tree_bounds(known, q, [-1, 0, 1])
     a, b = torch.full((1, 3, 2), 0.4), torch.full((1, 3, 2), 0.5)
     for low, high, message in (
         (b, a, "high has entries below low"),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdec.audit.rounds import ROUNDING, Rounds, depths
+from specdec.audit.rounds import ROUNDING, Rounds
 
 
 class Between(NamedTuple):
@@ -36,25 +35,22 @@ def between(
     *,
     n: Tensor | None = None,
     lengths: Tensor | None = None,
-    parents: Sequence[int] | None = None,
 ) -> Between:
-    """Bounds of ``efficiency`` where the chances are at least ``low`` and at most ``high [C, n, N]``; other arguments as there.
+    """Bounds of ``efficiency`` of chains where the chances are at least ``low`` and at most ``high [C, n, N]``; other arguments as there.
 
     More acceptance does not always mean fewer rounds, because a round may then start where the draft is worse. So the programme runs
-    from the end of the text to its start, and takes at every node whichever bound is the worse, and whichever is the better.
+    from the end of the text to its start, and takes at every depth whichever bound is the worse, and whichever is the better.
 
     Raises:
         ValueError: as ``efficiency``, or ``low`` above ``high``.
     """
     C, most, N = low.shape
-    parents = range(-1, N - 1) if parents is None else parents
     if high.shape != low.shape:
         raise ValueError(
             f"low has shape {list(low.shape)} and high {list(high.shape)}: give bounds of the same chances"
         )
-    rounds = Rounds.of(low, k, cut, n=n, lengths=lengths, parents=parents)
-    deep = depths(parents, N)
-    used = (torch.tensor(deep) < rounds.room[..., None]) & rounds.inside[..., None]
+    rounds = Rounds.of(low, k, cut, n=n, lengths=lengths)
+    used = (torch.arange(N) < rounds.room[..., None]) & rounds.inside[..., None]
     least, largest = (torch.where(used, x.double(), 0) for x in (low, high))
     if not bool(((least <= largest + ROUNDING) & (largest <= 1 + ROUNDING)).all()):
         raise ValueError("high has entries below low or above 1: give bounds of probabilities")
@@ -68,11 +64,10 @@ def between(
     upper = torch.tensor([False, True])[:, None, None]
     one = torch.tensor([1.0, 0.0], dtype=torch.float64)[:, None]  # of rounds
     for s in reversed(range(most)):
-        ended = [value[..., min(s + d + 2, most + ways - 1)] for d in [-1, *deep]]  # if no child is accepted
-        at = [here.clone() for here in ended]
-        for v in reversed(range(N)):
-            gain = at[v + 1] - ended[parents[v] + 1]
-            at[parents[v] + 1] += torch.where((gain > 0) == upper, largest[:, s, v], least[:, s, v]) * gain
-        value[..., s] = torch.where(rounds.inside[:, s], at[0] + one, value[..., s])
+        *ended, here = (value[..., min(s + d + 1, most + ways - 1)] for d in range(N + 1))  # after d tokens
+        for d in reversed(range(N)):
+            gain = here - ended[d]
+            here = ended[d] + torch.where((gain > 0) == upper, largest[:, s, d], least[:, s, d]) * gain
+        value[..., s] = torch.where(rounds.inside[:, s], here + one, value[..., s])
     start = value[..., 0]
     return Between(start[0, 0], start[1, 0], start[0, 1], start[1, 1])

@@ -6,7 +6,7 @@ A node counts only if its parent is on the text, so the distributions at the tex
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -39,24 +39,10 @@ def tree_chances(
             draft's, from which all children of the node there are drawn. tokens: ``[C, n, K]``, the text's.
         parents: of the N nodes, as for ``efficiency``; K is at least their depth.
         replacement: siblings are drawn independently, or else without their elder siblings' tokens.
-    """
-
-    def here(d: int, m: int) -> Tensor:
-        if not replacement:
-            return distinct_chances(p[:, :, d], q[:, :, d], tokens[:, :, d], m)
-        each = q[:, :, d, None].expand(*tokens.shape[:2], m, -1)
-        return sibling_chances(p[:, :, d], each, tokens[:, :, d])
-
-    return laid_out(here, parents, tokens.shape[2])
-
-
-def laid_out(chances: Callable[[int, int], Tensor], parents: Sequence[int], K: int) -> Tensor:
-    """``[C, n, N]`` chances of the nodes of a static tree, where ``chances(d, m)`` gives ``[C, n, m]`` for m siblings at depth d, of K.
-
     Raises:
         ValueError: the tree has more than K depths.
     """
-    deep = depths(parents, len(parents))
+    deep, K = depths(parents, len(parents)), tokens.shape[2]
     if max(deep) >= K:
         raise ValueError(f"the tree has {max(deep) + 1} depths: there are distributions for {K}")
     number: list[int] = []  # of each node among its parent's children
@@ -67,7 +53,12 @@ def laid_out(chances: Callable[[int, int], Tensor], parents: Sequence[int], K: i
     nodes: list[Tensor] = [torch.empty(0)] * len(parents)
     for d in range(max(deep) + 1):
         level = [v for v, at in enumerate(deep) if at == d]
-        made = chances(d, 1 + max(number[v] for v in level))
+        m = 1 + max(number[v] for v in level)
+        if replacement:
+            each = q[:, :, d, None].expand(*tokens.shape[:2], m, -1)
+            made = sibling_chances(p[:, :, d], each, tokens[:, :, d])
+        else:
+            made = distinct_chances(p[:, :, d], q[:, :, d], tokens[:, :, d], m)
         for v in level:
             nodes[v] = made[..., number[v]]
     return torch.stack(nodes, -1)

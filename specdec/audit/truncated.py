@@ -7,13 +7,11 @@ distribution is kept. ``audit/between.py`` makes intervals of rounds and tokens 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdec.audit.shapes import laid_out
 from specdec.verifiers.acceptance import left_without
 
 
@@ -102,22 +100,6 @@ def distinct_bounds(known: Known, q: Tensor, m: int) -> Bounds:
     sure, rest, _ = second(z_low)
     high = torch.minimum(sure + rest, tokens.own - first)
     return tokens.given([first, low], [first, high])
-
-
-def tree_bounds(known: Known, q: Tensor, parents: Sequence[int], replacement: bool = True) -> Bounds:
-    """``[C, n, N]``: bounds of ``tree_chances``.
-
-    Args:
-        known: of ``[C, n, K]`` distributions, of token ``s + j`` in a round that starts after s tokens. q: ``[C, n, K, V]``. parents,
-            replacement: as for ``tree_chances``.
-    """
-
-    def bounds(d: int, m: int) -> Tensor:
-        here = Known(*(part[:, :, d] for part in known))
-        return torch.stack((sibling_bounds if replacement else distinct_bounds)(here, q[:, :, d], m), -2)
-
-    both = laid_out(bounds, parents, q.shape[2])
-    return Bounds(both[..., 0, :], both[..., 1, :])
 
 
 class _Tokens(NamedTuple):
