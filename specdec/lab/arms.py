@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specdec.decoder import Decoder
-from specdec.lab.bootstrap import DRAWS, Clusters, ends
+from specdec.lab.bootstrap import Clusters, ends
 from specdec.stats import Stats
 from specdec.types import Round
 
@@ -78,7 +78,7 @@ def pool_run(
 
 
 def goodput(
-    runs: Sequence[PoolRun], base: Sequence[PoolRun] | None = None, draws: int = DRAWS, seed: int = 0
+    runs: Sequence[PoolRun], base: Sequence[PoolRun] | None = None
 ) -> tuple[float, float | None, float | None]:
     """Tokens of all runs over their seconds, with a 95 % interval by bootstrap over workloads; ``None`` for too few of them.
 
@@ -94,7 +94,7 @@ def goodput(
     sums = [
         np.array([(run.tokens, run.seconds) for run in some]).T for some in (runs, base) if some is not None
     ]
-    clusters = Clusters(np.arange(len(runs)), draws, seed)
+    clusters = Clusters(np.arange(len(runs)))
     values = [float(tokens.sum() / spent.sum()) for tokens, spent in sums]
     drawn = [clusters.ratios(*each) for each in sums] if clusters.enough else []
     if base is None:

@@ -13,9 +13,9 @@ DRAWS = 2000
 FIGURES = ("tau", "tau_low", "tau_high", "ratio", "ratio_low", "ratio_high", "texts", "sources")
 
 
-def mean_interval(values: np.ndarray, draws: int = DRAWS) -> tuple[float, float]:
+def mean_interval(values: np.ndarray) -> tuple[float, float]:
     """The 95 % bootstrap interval of the mean of ``values [n]``; the range of fewer than ``LEAST``, which no bootstrap makes an interval."""
-    clusters = Clusters(np.arange(len(values)), draws)
+    clusters = Clusters(np.arange(len(values)))
     if not clusters.enough:
         return float(min(values)), float(max(values))
     return interval(clusters.sums(values) / len(values))

@@ -30,20 +30,18 @@ def table(
     keys: Mapping[str, str],
     columns: Sequence[Column],
     where: Mapping[str, Any],
-    lines: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """A Markdown table with its comment.
 
     Args:
         report: the file's name in docs/results. keys: title -> field, of the columns that say which row it is. where: values of fields that all rows
-            of the table have. lines: values of the keys, in order; default: all that the rows have, in their order.
+            of the table have.
     Raises:
         ValueError: several rows fit a cell; the message names its keys.
     """
     some = [row for row in rows if _fits(row, where)]
-    if lines is None:
-        found = [tuple(row.get(name) for name in keys.values()) for row in some]
-        lines = [dict(zip(keys.values(), values)) for values in dict.fromkeys(found)]
+    found = [tuple(row.get(name) for name in keys.values()) for row in some]
+    lines = [dict(zip(keys.values(), values)) for values in dict.fromkeys(found)]
     columns = [_complete(some, column) for column in columns]
     said = [f"={name}" for name in keys.values()]
     for column in columns:

@@ -126,15 +126,15 @@ def packages_of(texts: Texts, prompts: int | None = None) -> np.ndarray:
     return np.array([package for package, _ in files])[texts.prompt]
 
 
-def round_seconds(case: Measured, draws: int = DRAWS) -> np.ndarray:
-    """``[draws]``: seconds of a round (``clock.middle``), over visits drawn with replacement, and then repeats of each, the same for every method of a point."""
+def round_seconds(case: Measured) -> np.ndarray:
+    """``[DRAWS]``: seconds of a round (``clock.middle``), over visits drawn with replacement, and then repeats of each, the same for every method of a point."""
     runs = sorted(case.runs, key=lambda run: run.visit)
     seconds = np.array([run.round_seconds for run in runs])
     _, first, count = np.unique([run.visit for run in runs], return_index=True, return_counts=True)
     draw = np.random.default_rng(1)
-    visit = draw.integers(0, len(first), (draws, len(first), 1))
-    place = draw.random((draws, len(first), count.max())) * count[visit]
-    return np.asarray(middle(seconds[first[visit] + place.astype(np.int64)].reshape(draws, -1)))
+    visit = draw.integers(0, len(first), (DRAWS, len(first), 1))
+    place = draw.random((DRAWS, len(first), count.max())) * count[visit]
+    return np.asarray(middle(seconds[first[visit] + place.astype(np.int64)].reshape(DRAWS, -1)))
 
 
 def speed(case: Measured, context: int, taus: Taus | None) -> float:
