@@ -160,9 +160,7 @@ class Sampling:
     def for_draft(self, own: Sampling | None) -> Sampling:
         """The sampling of a draft that has its ``own``, or none: this one, or its own with this grammar, where it has no grammar itself."""
         if not isinstance(own, Sampling | None):
-            raise TypeError(
-                f"sampling of a draft is {own!r}: give a sd.Sampling(...), or None for the decoder's"
-            )
+            raise TypeError(f"sampling of a draft is {own!r}: give a sd.Sampling(...), or None")
         if own is None or own.grammar is not None or self.grammar is None:
             return self if own is None else own
         return replace(own, grammar=self.grammar)
@@ -247,8 +245,7 @@ class Sampling:
         """``[B, R]`` the most probable tokens, without computing distributions (but those of a subclass)."""
         if type(self).__call__ is not Sampling.__call__:
             return _largest(self(logits, context, proposal, first))[1]
-        if self.processors:
-            logits = widened(logits)  # as ``__call__`` passes them to processors
+        logits = widened(logits) if self.processors else logits  # as ``__call__`` passes them to processors
         top, token = _largest(self.scores(logits, context, proposal, first))
         check_finite(top)
         return token
