@@ -164,6 +164,8 @@ def main(s: Settings) -> Live:
         if target.tokenizer is None:
             raise SystemExit(f"--target {s.target}: it has no tokenizer: save one into its folder")
         learn, test = halves(s, target)
+        if (few := min(len(learn), len(test))) < max(s.batches):
+            print(f"half of the prompts are {few}: larger batches have some of them more than once")
         made = decoders(s, target)
         for one in made.values():  # drafts may have room for fewer tokens than the target
             stop_rules(one, [*learn, *test], s.new_tokens, ends, (), (), max(s.batches))

@@ -148,7 +148,8 @@ def test_the_fastest_is_measured_again_on_other_prompts(recipe, tmp_path, capsys
         return compare(decoders, prompts, *settings)
 
     monkeypatch.setattr(recipe.sd, "compare", noted)
-    file = tmp_path / "d.json"
+    file, texts = tmp_path / "d.json", tmp_path / "p.jsonl"
+    texts.write_text("\n".join(json.dumps({"prompt": f"import {name}\n"}) for name in ("os", "sys", "re")))
     s = recipe.Settings(
         drafts=("ngram",),
         k=(2,),
@@ -156,6 +157,7 @@ def test_the_fastest_is_measured_again_on_other_prompts(recipe, tmp_path, capsys
         new_tokens=8,
         batches=(1, 2),
         repeats=2,
+        prompts=str(texts),
         eos=True,
         json=str(file),
     )
@@ -169,6 +171,7 @@ def test_the_fastest_is_measured_again_on_other_prompts(recipe, tmp_path, capsys
     assert all(prompts != asked[0][1] and names[0] == "plain" for names, prompts in asked[1:])
     assert said.count("do not speculate") == 2 - len(speculated)
     assert all(f"batch {batch}: " in said for batch in (1, 2))
+    assert said.startswith("half of the prompts are 1: larger batches have some of them more than once")
 
 
 @pytest.mark.parametrize(
