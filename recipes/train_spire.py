@@ -121,7 +121,10 @@ def main(s: Settings) -> None:
         "seconds": report.seconds,
         "tokens_per_second": report.tokens / max(report.seconds, 1e-9),
     }
-    print(f"{folder}: {report.tokens / 1e6:.1f} M tokens in {report.seconds / 60:.0f} minutes")
+    tau = report.curve[-1]["tau"]
+    print(
+        f"{folder}: tau {tau:.2f} after {report.tokens / 1e6:.3g} M tokens in {report.seconds / 60:.3g} minutes"
+    )
     s.save({**row, **seen} for row in report.curve)
 
 

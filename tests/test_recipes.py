@@ -323,8 +323,9 @@ def test_train_spire_continues_and_its_draft_is_evaluated(tmp_path):
     draft, file = tmp_path / "draft", tmp_path / "t.json"
     words = ["--dataset", str(text), "--length", "64", "--work", str(tmp_path / "work"), "--out", str(draft)]
     words += ["--tokens", "0.002", "--epochs", "1", "--validation", "4", "--no-compile", "--json", str(file)]
-    run("recipes/train_spire.py", *words)
+    said = run("recipes/train_spire.py", *words)
     rows = report(file)
+    assert f"tau {rows[-1]['tau']:.2f} after" in said
     assert rows[-1]["step"] == 15
     assert all(1 <= r["tau"] <= 5 and 0 < r["acceptance"] < 1 for r in rows)
     assert run("recipes/train_spire.py", *words).count("step") == 0  # nothing left to do
