@@ -714,7 +714,7 @@ def test_optimality(tmp_path):
 def test_stop_rules(tmp_path):
     file = tmp_path / "s.json"
     sizes = ["--count", "6", "--new-tokens", "8", "--context", "48", "--k", "4", "--temperatures", "0", "0.6"]
-    what = ["--drafts", "tiny=pocket-tiny", "eagle3=pocket-eagle3", "--least", "0.05", "0.9", "--at", "1.5"]
+    what = ["--drafts", "tiny=pocket-tiny", "eagle3=pocket-eagle3", "--least", "0.05", "0.9", "--at", "1.0"]
     what += ["--greedy-least", "0.1", "0.9"]
     said = run("recipes/stop_rules.py", *sizes, *what, "--json", str(file))
     rows = report(file)

@@ -131,12 +131,13 @@ class Entropy(Confidence):
 
 @dataclass(frozen=True)
 class PathProb(Confidence):
-    """Ends a chain after a token with which the product of its tokens' own probabilities falls below ``least``."""
+    """Ends a chain before a token if the product of its tokens' own probabilities and of the next token's largest one is below ``least``."""
 
     least: float = 0.1
+    when: ClassVar[When] = "before"
 
     def __call__(self, seen: Drafted) -> Tensor:
-        return seen.own.prod(-1) < self.least
+        return seen.own.prod(-1) * seen.most[..., -1] < self.least
 
 
 def as_stops(stop: Any) -> tuple[Stop, ...]:
