@@ -125,7 +125,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.asked = body, chat
         try:
-            wanted = asked(body, chat, self.server.most, engine.target)
+            captured = isinstance(engine.decoder.executor, Ahead)
+            wanted = asked(body, chat, self.server.most, engine.target, captured)
             if self._other_model(body.get("model")):
                 return
             job = engine.submit(**wanted)
@@ -150,7 +151,7 @@ class Handler(BaseHTTPRequestHandler):
         ends: list[Any] = []
         while len(ends) < answer.job.choices:
             said: Any = answer.job.next(self.connection)
-            if self._failed(said, answer.job):
+            if self._failed(said):
                 return
             if not is_chunk(said):
                 ends.append(said)
@@ -166,14 +167,12 @@ class Handler(BaseHTTPRequestHandler):
         )
         return True
 
-    def _failed(self, said: Any, job: Any) -> bool:
+    def _failed(self, said: Any) -> bool:
         """Whether an error was said; then it is the answer."""
         error = error_of(said)
         if error is None:
             return False
-        several = isinstance(said, Said) and job.choices > job.each
-        which = f"prompt {said.choice // job.each}: " if several else ""
-        self._refuse(400 if isinstance(error, (TypeError, ValueError)) else 500, f"{which}{error}")
+        self._refuse(400 if isinstance(error, (TypeError, ValueError)) else 500, str(error))
         return True
 
     def _stream(self, answer: Answer, usage: bool) -> None:
@@ -181,7 +180,7 @@ class Handler(BaseHTTPRequestHandler):
         said: Any = answer.job.next(self.connection)
         while is_chunk(said) and said.what.finish == "error":
             said = answer.job.next(self.connection)
-        if self._failed(said, answer.job):
+        if self._failed(said):
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -203,7 +202,8 @@ class Handler(BaseHTTPRequestHandler):
                 break
             said = answer.job.next(self.connection)
         if error is not None:
-            self._event({"error": {"message": str(error), "type": type(error).__name__}})
+            status = 400 if isinstance(error, (TypeError, ValueError)) else 500
+            self._event(refusal(status, str(error), *self.asked))
         elif usage:
             self._event(answer.made(part=True) | {"usage": answer.usage(ends)})
         self.wfile.write(b"data: [DONE]\n\n")

@@ -3,8 +3,8 @@
     python recipes/stop_rules.py --json stop_rules.json
 
 A rule of ``drafts.stops`` makes some chains short and others long. Each is tried at several thresholds, by exact replays on recorded texts of the target; nothing is
-timed. The answer to "is it worth it?" is τ at the same number of drafted tokens a round: that of the rule, between its two nearest thresholds, over that of
-fixed lengths, between the two nearest. Intervals are bootstraps over sources of prompts, paired.
+timed. The answer to "is it worth it?" is the ratio of two τ at equal drafted tokens a round, the rule's over that of fixed lengths, each interpolated between its
+two nearest points. Intervals are bootstraps over sources of prompts, paired.
 
 Rows: `draft, temperature, rule, least, drafted, tau` for every rule and threshold (rule `length`: a fixed one, and least is that length), and `draft, temperature, rule, at,
 ratio, ratio_low, ratio_high` at each of --at drafted tokens a round that the thresholds reach.

@@ -163,7 +163,9 @@ def chat_ids(
             f"{name} is a chat but the tokenizer has no chat template: pass a text, or set tokenizer.chat_template"
         )
     goes_on = messages[-1]["role"] == "assistant"  # as in transformers' pipelines
-    how = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on, **(settings or {})}
+    how = dict(settings or {})
+    goes_on = how.setdefault("continue_final_message", goes_on and not how.get("add_generation_prompt"))
+    how.setdefault("add_generation_prompt", not goes_on)
     said = tokenizer.apply_chat_template(list(messages), **how, tokenize=False)
     _text(name, said)
     # The template adds special tokens itself.

@@ -88,11 +88,21 @@ def test_numbers_of_numpy_and_torch_are_numbers(target):
         assert one.generate([[1, 2, 3]], 3, seed=0).ids == other.generate([[1, 2, 3]], 3, seed=0).ids
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*script_method. is deprecated:DeprecationWarning"
+)  # as PyTorch imports its compiler
+def test_a_head_is_made_for_a_compiled_model(target):
+    """``torch.compile`` only wraps it, until it is called."""
+    head = heads.Eagle3.from_target(torch.compile(target.model))
+    assert head.target == heads.Eagle3.from_target(target).target
+
+
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
         (lambda t: sd.decoder(t).draft(sd.drafts.Model(t, sampling=0.5)).build(), TypeError, r"sampling of a draft is 0.5: give a sd.Sampling"),
         (lambda t: heads.Eagle3.from_target("pocket-target"), TypeError, r"target is 'pocket-target': .*HFModel.from_pretrained"),
+        (lambda t: heads.Eagle3.from_target(sd.TableModel.random(3)), TypeError, "target is a TableModel: give an HFModel"),
         (lambda t: heads.Eagle3.from_target(t, seed="x"), TypeError, "seed is 'x': give a whole number"),
         (lambda t: heads.DFlash.from_target(t, mask_token=1.5), TypeError, "mask_token is 1.5: give a whole number, or None"),
         (lambda t: sd.drafts.Head(heads.Medusa.from_target(t), None), TypeError, r"tree is None: give heads.Chain\(\)"),

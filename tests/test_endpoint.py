@@ -241,6 +241,22 @@ def test_scores_are_changed_as_asked(server, fields):
     assert said["text"] != plain["text"]
 
 
+def test_penalised_samples_are_those_of_plain_decoding(endpoint):
+    """Beside other requests, with a model as the draft, in races: the text is that of the target alone."""
+    target = sd.HFModel.from_pretrained("pocket-target")
+    base = sd.decoder(target).verifier(sd.Coupled())
+    engine = Engine(base.draft("pocket-tiny", length=3).build(), 4)
+    with running(endpoint.Server(engine, "127.0.0.1", 0, "x", 8)) as made:
+        bodies = [{**fields, "temperature": 0.9, "seed": i} for i, fields in enumerate([*PENALTIES, {}])]
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            found = list(pool.map(lambda body: complete(made, **body)["choices"][0]["text"], bodies))
+    prompt = len(target.tokenizer(PROMPT)["input_ids"])
+    for i, (fields, text) in enumerate(zip([*PENALTIES, {}], found)):
+        made = penalties.Penalties(prompt, **penalties.penalties_of(fields, target.vocab_size))
+        plain = base.sampling(temperature=0.9, processors=(made,)).build()
+        assert plain.generate(PROMPT, max_new_tokens=12, seed=i).texts == [text]
+
+
 WRONG = [
     ({"prompt": PROMPT, "n": 0}, "n is 0: give a number of choices from 1 to 128"),
     ({"prompt": PROMPT, "n": True}, "n is true: give a whole number"),
@@ -251,7 +267,14 @@ WRONG = [
     ({"prompt": PROMPT, "truncate": 3}, "truncate is not supported: leave it out"),
     ({"max_tokens": 3}, "prompt is missing"),
     ({"prompt": [PROMPT, ""]}, "prompt 1 is empty: give at least one token"),
-    ({"prompt": [PROMPT, "x " * 3000]}, "prompt 1: the prompt has "),
+    ({"prompt": ["", PROMPT]}, "prompt 0 is empty: give at least one token"),
+    ({"prompt": [PROMPT, PROMPT, "x " * 3000]}, "prompt 2 has 3001 tokens and max_tokens is "),
+    ({"prompt": [PROMPT, PROMPT], "stop": ["a", ""]}, "stop contains an empty string"),
+    ({"prompt": [PROMPT, PROMPT], "max_tokens": 0}, "max_tokens is 0: give at least 1"),
+    ({"prompt": [[True, False], [5]]}, "prompt has true or false"),
+    ({"prompt": [[{"role": "user", "content": "x"}], "a"]}, "prompt is a chat"),
+    ({"prompt": PROMPT, "logit_bias": {"9" * 5000: 1}}, "give ids of tokens"),
+    ({"prompt": PROMPT, "repetition_penalty": 10**400}, "give a number from 0.01 to 100"),
     ({"prompt": [{"role": "user", "content": "x"}]}, "prompt is a chat"),
     ({"prompt": ""}, "prompt is empty: give at least one token"),
     ({"prompt": []}, "prompt is empty: give at least one token"),
@@ -269,7 +292,7 @@ WRONG = [
     ({"prompt": PROMPT, "logit_bias": [5]}, "logit_bias is [5]: give an object"),
     ({"prompt": PROMPT, "presence_penalty": 3}, "presence_penalty is 3: give a number from -2 to 2"),
     ({"prompt": PROMPT, "frequency_penalty": -2.5}, "frequency_penalty is -2.5: give a number from -2 to 2"),
-    ({"prompt": PROMPT, "repetition_penalty": 0}, "repetition_penalty is 0: give a number above 0"),
+    ({"prompt": PROMPT, "repetition_penalty": 0}, "repetition_penalty is 0: give a number from 0.01 to 100"),
     ({"prompt": PROMPT, "stop": ["a", ""]}, "stop contains an empty string"),
     ({"prompt": PROMPT, "stream_options": {"include_usage": 1}}, "stream_options is "),
     ({"prompt": PROMPT, "stream_options": {"usage": True}}, "stream_options is "),
@@ -443,19 +466,6 @@ def test_chats_are_answered(endpoint):
         assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
         assert said["id"].startswith("chatcmpl-")
 
-
-def test_settings_of_a_chats_template_are_passed_on(endpoint):
-    model, tokenizer = sd.zoo.load("pocket-target")
-    tokenizer.chat_template = "{% for m in messages %}{% if loud %}# {% endif %}{{ m.content }}\n{% endfor %}"
-    engine = Engine(sd.decoder((model, tokenizer)).build(), 2)
-    with running(endpoint.Server(engine, "127.0.0.1", 0, "x", 8)) as made:
-        body = {"messages": [{"role": "user", "content": "import os"}], "temperature": 0}
-        for loud, text in ((False, "import os\n"), (True, "# import os\n")):
-            more = {"chat_template_kwargs": {"loud": loud}}
-            said = json.loads(ask(made, "/v1/chat/completions", body | more)[2])
-            wanted = engine.decoder.with_sampling(sd.Sampling(0)).generate(text, max_new_tokens=8).texts[0]
-            assert said["choices"][0]["message"]["content"] == wanted
-            assert said["usage"]["prompt_tokens"] == len(tokenizer(text)["input_ids"])
         for messages, says in (
             ([{"role": "user", "content": [{"type": "image_url"}]}], "messages has content that is no text"),
             ([{"role": "user", "content": [{"type": "text"}]}], "messages has content that is no text"),
@@ -474,6 +484,33 @@ def test_settings_of_a_chats_template_are_passed_on(endpoint):
         called = {"role": "assistant", "content": None, "tool_calls": [{}]}
         body = {"messages": [called, {"role": "user", "content": "x"}], "max_tokens": 1}
         assert ask(made, "/v1/chat/completions", body)[0] == 200
+
+
+def test_settings_of_a_chats_template_are_passed_on(endpoint):
+    model, tokenizer = sd.zoo.load("pocket-target")
+    tokenizer.chat_template = "{% for m in messages %}{% if loud %}# {% endif %}{{ m.content }}\n{% endfor %}"
+    engine = Engine(sd.decoder((model, tokenizer)).build(), 2)
+    with running(endpoint.Server(engine, "127.0.0.1", 0, "x", 8)) as made:
+        body = {"messages": [{"role": "user", "content": "import os"}], "temperature": 0}
+        for loud, text in ((False, "import os\n"), (True, "# import os\n")):
+            more = {"chat_template_kwargs": {"loud": loud}}
+            said = json.loads(ask(made, "/v1/chat/completions", body | more)[2])
+            wanted = engine.decoder.with_sampling(sd.Sampling(0)).generate(text, max_new_tokens=8).texts[0]
+            assert said["choices"][0]["message"]["content"] == wanted
+            assert said["usage"]["prompt_tokens"] == len(tokenizer(text)["input_ids"])
+        for wrong, says in (
+            ({"chat_template": "x"}, "chat_template_kwargs has chat_template: give tools, documents"),
+            ({"tokenize": True}, "chat_template_kwargs has tokenize: give"),
+            ({"conversation": []}, "chat_template_kwargs has conversation: give"),
+        ):
+            status, _, text = ask(made, "/v1/chat/completions", body | {"chat_template_kwargs": wrong})
+            error = json.loads(text)["error"]
+            assert (status, error["param"]) == (400, "chat_template_kwargs")
+            assert says in error["message"]
+        body["messages"].append({"role": "assistant", "content": "x = "})
+        asked_for = {"chat_template_kwargs": {"add_generation_prompt": True}}
+        both = [ask(made, "/v1/chat/completions", body | more)[0] for more in ({}, asked_for)]
+        assert both == [200, 200]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import specdec as sd
+from specdec.configs import blocks_of
 from specdec.forward.llama_eager import LlamaEager
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9]]
@@ -86,15 +87,16 @@ def test_weights_of_a_class_of_their_own_are_not_read():
     assert not LlamaEager.suits(model)
 
 
-def test_weights_of_a_class_of_their_own_run_outside_inference_mode():
+@pytest.mark.parametrize(("family", "part"), [("llama", "mlp.up_proj"), ("gpt_neo", "mlp.c_fc")])
+def test_weights_of_a_class_of_their_own_run_outside_inference_mode(family, part):
     """quanto's of four bits cannot be viewed in it."""
 
     class Packed4(torch.Tensor):
         pass
 
-    model, seen = tiny("llama", 1, torch.float32), []
+    model, seen = tiny(family, 1, torch.float32), []
     own = own_text(model, PROMPTS[0])
-    up = model.model.layers[0].mlp.up_proj
+    up = blocks_of(model)[0].get_submodule(part)
     up.weight = nn.Parameter(up.weight.data.as_subclass(Packed4), requires_grad=False)
     up.register_forward_pre_hook(
         lambda *_: seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))

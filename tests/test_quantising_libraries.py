@@ -6,9 +6,11 @@ import pytest
 import torch
 from test_quantised import PROMPTS, own_text
 from tiny import tiny
+from tiny_states import stateful
 from transformers import AutoModelForCausalLM
 
 import specdec as sd
+from specdec.models import OwnCache
 
 
 def torchao(model):
@@ -74,6 +76,19 @@ def test_decodes_the_models_own_text(quantised):
         assert base.draft(draft).build().generate(PROMPTS, max_new_tokens=16).ids == own
     for row in sd.log_probs(plain, plain.generate(PROMPTS, max_new_tokens=16)):
         assert bool(torch.isfinite(torch.as_tensor(row)).all())
+
+
+@pytest.mark.parametrize("family", ["gptj", "falcon"])
+def test_four_bits_run_in_padded_families(family):
+    model = tiny(family, 1, torch.float32)
+    quanto(model, 4)
+    own = [own_text(model, prompt) for prompt in PROMPTS]
+    assert sd.decoder(model).greedy().build().generate(PROMPTS, max_new_tokens=16).ids == own
+
+
+def test_four_bits_are_refused_where_states_are_kept():
+    with pytest.raises(ValueError, match="cannot be viewed in inference mode"):
+        OwnCache(quanto(stateful("lfm2"), 4))
 
 
 @pytest.mark.parametrize(("bits", "format"), [(8, "int-quantized"), (4, "pack-quantized")])

@@ -8,8 +8,6 @@ the forward in ``CALL``, because some families do not pass a forward's keyword a
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -24,6 +22,7 @@ from specdec.forward.families import refuse
 from specdec.forward.llama_c import LlamaC
 from specdec.forward.llama_eager import LlamaEager
 from specdec.forward.llama_triton import LlamaTriton
+from specdec.forward.own_class import has_own_class, outside_inference_mode
 from specdec.forward.taps import tapped
 from specdec.kernels.attention import AttentionPlan, attention
 
@@ -114,7 +113,7 @@ class Packed:
                 part.warn_if_padding_and_no_attention_mask = _nothing
         self.model, self.body = model, model.base_model
         self.backend = backend
-        self.own_class = any(type(p.data) is not Tensor for p in model.parameters())
+        self.own_class = has_own_class(model)
         self.lean: LlamaEager | None = None
         if modules:
             return
@@ -124,15 +123,6 @@ class Packed:
             self.lean = LlamaTriton(model, backend)
         elif LlamaEager.suits(model):
             self.lean = LlamaEager(model, backend)
-
-    @contextmanager
-    def _outside_inference_mode(self) -> Iterator[None]:
-        """Inference mode is off for weights of a tensor class of their own: some (quanto's of 4 bits) cannot be viewed in it."""
-        if not self.own_class:
-            yield
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            yield
 
     @property
     def invariant(self) -> bool:
@@ -171,13 +161,13 @@ class Packed:
             return self.lean.forward(store, plan, ids, positions, keep, caught)
         wanted: dict[str, Any] = {} if keep is None or keep is False else {"logits_to_keep": keep}
         model = self.model
-        if keep is False and model._forward_pre_hooks:
+        if keep is False and (model._forward_pre_hooks or self.body._forward_pre_hooks):
             wanted = {"logits_to_keep": 1}  # the body alone would miss what they do
         elif keep is False:
             model = self.body
         before = CALL.set(Call(plan, store, self.backend))
         try:
-            with tapped(self.model, caught, lambda hidden: hidden[0]), self._outside_inference_mode():
+            with tapped(self.model, caught, lambda hidden: hidden[0]), outside_inference_mode(self.own_class):
                 out = model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **wanted)
         finally:
             CALL.reset(before)

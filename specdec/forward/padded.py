@@ -18,6 +18,7 @@ from specdec.cache.contract import KVStore
 from specdec.configs import cache_name, setting
 from specdec.forward.contract import Caught, Keep
 from specdec.forward.families import refuse
+from specdec.forward.own_class import has_own_class, outside_inference_mode
 from specdec.forward.taps import tapped
 from specdec.kernels.attention.plan import AttentionPlan, Segment
 
@@ -31,7 +32,7 @@ class Padded:
 
     def __init__(self, model: Any, trees: bool):
         self.model, self.body, self.trees = model, model.base_model, trees
-        self.memory = cache_name(model)
+        self.memory, self.own_class = cache_name(model), has_own_class(model)
         if any("Flash" in type(m).__name__ for m in model.modules()):
             raise refuse(
                 model.config.model_type,
@@ -86,7 +87,7 @@ class Padded:
         slots = _Slots(store, plan, torch.from_numpy(slot.reshape(-1)).to(ids.device))
         wanted: dict[str, Any] = {self.memory: slots}
         model, pick = self.model, there
-        if keep is False and model._forward_pre_hooks:
+        if keep is False and (model._forward_pre_hooks or self.body._forward_pre_hooks):
             wanted["logits_to_keep"] = 1  # the body alone would miss what they do
         elif keep is False:
             model = self.body
@@ -96,7 +97,10 @@ class Padded:
             wanted["logits_to_keep"], pick = columns, (r, c)
         before = _CALL.set(call)
         try:
-            with tapped(self.model, caught, lambda hidden: hidden[there]):
+            with (
+                tapped(self.model, caught, lambda hidden: hidden[there]),
+                outside_inference_mode(self.own_class),
+            ):
                 out = model(
                     input_ids=ids[at],
                     position_ids=positions[at],

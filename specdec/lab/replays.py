@@ -136,7 +136,7 @@ class Replay:
         )
 
     def drafted(self, k: int | None = None) -> Tensor:
-        """``[C]`` the expected number of tokens that the blocks of each text propose, for chains, with ``k`` as for ``efficiency``.
+        """``[C]`` the expected number of tokens that the blocks of each text propose, for chains, with ``k`` as for ``efficiency``; where chances are bounded, from the lower bounds.
 
         Raises:
             ValueError: trees were replayed.

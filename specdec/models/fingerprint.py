@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specdec.configs import setting
+
 
 def fingerprint(model: nn.Module, samples: int = 256) -> str:
     """16 hexadecimal digits from every parameter's name, shape and ``samples`` evenly spaced values.
@@ -67,5 +69,6 @@ def check_made_for(what: str, made_for: str, target: nn.Module, retrain: str, lo
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model of an ``HFModel``; anything else as it is."""
-    return model.model if hasattr(model, "score") and hasattr(model, "clone") else model
+    """The transformers model of an ``HFModel``, or of what ``torch.compile`` returns; anything else as it is."""
+    own = model.model if hasattr(model, "score") and hasattr(model, "clone") else model
+    return setting(own, "_orig_mod") or own

@@ -89,7 +89,7 @@ def _place(name: str | os.PathLike[str]) -> str | os.PathLike[str]:
 def load_tokenizer(name: str | os.PathLike[str], config: Any = None) -> Any:
     """The tokenizer of a hub id, or of the model in a folder (of an adapter without one, its base model's); ``None`` for a folder that has none.
 
-    ``config``: of the model, where transformers does not know that of the folder.
+    ``config``: the model's, for folders whose own config transformers cannot read.
     """
     name = _place(name)
     folder = zoo.tokenizer_folder(Path(name)) if Path(name).is_dir() else name

@@ -40,14 +40,14 @@ class Masked(HFModel):
     the masked model. Positions are those of the text; in a tree of proposed tokens a node's position is its parent's plus 1.
 
     Args:
-        model: of a family that runs packed. It is shared, neither copied nor changed.
+        model: of a family that runs packed, or its name or folder. It is shared, neither copied nor changed.
         mask: a ``masks.Mask``, or a function ``(b, h, q_position, kv_position) -> bool``, of positions alone.
         block: the most proposed tokens of a row in flight, where the memory is constant.
         storage: ``"ring"``, constant memory; ``"dense"``, the whole text; ``"auto"``, a ring where the mask has a reach.
     Attributes:
         reach: of the mask; ``None`` where the whole text is held.
     Raises:
-        TypeError: ``mask`` is no mask, or ``model`` no HFModel. ValueError: ``masks.for_model`` refuses the mask; storage is a ring and the
+        TypeError: ``mask`` is no mask, or ``model`` no HFModel and no name. ValueError: ``masks.for_model`` refuses the mask; storage is a ring and the
             mask has no reach; the whole text is needed and the model has pages.
         UnsupportedModel: the family runs padded, where masks are by slot.
     """

@@ -19,7 +19,14 @@ from specdec.arguments import at_least, whole
 from specdec.cache.kept_states import KeptStates
 from specdec.cache.states import State, StateCache
 from specdec.configs import cache_name, setting
-from specdec.forward.families import ONE_BY_ONE, OWN_CACHE, own_cache, positions_of, refuse
+from specdec.forward.families import (
+    ONE_BY_ONE,
+    OWN_CACHE,
+    UnsupportedModel,
+    own_cache,
+    positions_of,
+    refuse,
+)
 from specdec.forward.taps import listening, tapped
 from specdec.models.check import check_own, check_prefix_cache, check_tokenizer, narrowed
 from specdec.models.clone import Wrapper, structural_clone
@@ -88,7 +95,15 @@ class OwnCache(Wrapper):
         self.prefix_cache, self.prefixes = prefix_cache, None
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.max_positions = positions_of(model.config)
-        check_own(self)
+        try:
+            check_own(self)
+        except RuntimeError as error:
+            if "inference tensor" not in str(error):
+                raise
+            raise UnsupportedModel(
+                "model has weights of a class that cannot be viewed in inference mode, in which states are kept (quanto's of 4 bits): quantise it to "
+                "8 bits, or with another library"
+            ) from error
         if (narrow := narrowed(model)) is not None:
             OwnCache(narrow, prefill_chunk=prefill_chunk, refeed=refeed)
         if prefix_cache is not None:

@@ -19,7 +19,7 @@ class Windowed(Masked):
     Memory and time of a step do not depend on the length of the text.
 
     Args:
-        model: of a family that runs packed. It is shared, neither copied nor changed.
+        model: of a family that runs packed, or its name or folder. It is shared, neither copied nor changed.
         window: at least 1. sinks: 0 or more; in a shorter text all tokens are sinks.
         block: the most proposed tokens of a row in flight.
     Raises:

@@ -14,8 +14,9 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from specdec.likelihood import LogProbs, log_probs
-from specdec.prompts import rows_of
+from specdec.prompts import prepared, rows_of
 from specdec.rng import seeds
+from specdec.sampling import Sampling
 from specdec.serving.logprobs import TokenNames
 from specdec.serving.penalties import Penalties
 from specdec.serving.requests import Finished, Request
@@ -39,7 +40,7 @@ class Job:
     """A request of a client: what the engine has to say of it (chunks, then what is finished, of each choice, or an error), and whether the client is gone.
 
     Attributes:
-        choices: how many texts are wanted, those of the first prompt first. left: those that are not finished. each: how many of one prompt. top: also the
+        choices: texts that are wanted in all, in the order of the prompts. each: of one prompt. left: those that are not finished. top: also the
             log-probabilities of so many tokens in each place, and of the generated ones; ``None``: none. echo: whether the prompt's tokens have theirs, too.
     """
 
@@ -116,19 +117,22 @@ class Engine:
         **settings: Any,
     ) -> Job:
         """Queue a request for each of ``n`` choices of every prompt. The first of a prompt has its ``seed``, and the others have seeds that are made of it.
-        ``penalties`` are arguments of ``Penalties``, added to its sampling.
+        ``penalties`` are arguments of ``Penalties``, a processor after those of its sampling.
 
         Raises:
             Stopped: no more are taken. TypeError, ValueError: it is no request, or what its tokenizer's chat template raises.
         """
         rows = rows_of(self.target, prompt)
+        if len(rows) > 1:  # what is wrong with one of them is said before any is queued
+            prepared(self.decoder, rows, settings["max_new_tokens"], settings.get("eos_token_id"), stops, ())
         job = Job(stops, n * len(rows), n, top, echo)
         own: list[Any] = [seed, *([None] * (n - 1) if seed is None else seeds(seed, n)[1:].tolist())]
-        requests = []
+        requests, sampling = [], settings.get("sampling")
         for choice, (row, one) in enumerate(product(rows, own)):
             if penalties:
-                processor = Penalties(len(row), **penalties)
-                settings["sampling"] = replace(settings["sampling"], processors=(processor,))
+                own_sampling = sampling or Sampling()
+                processors = (*own_sampling.processors, Penalties(len(row), **penalties))
+                settings["sampling"] = replace(own_sampling, processors=processors)
             requests.append(
                 Request(
                     row, key=(job, choice), arrival=None, cancelled=job.gone.is_set, seed=one,

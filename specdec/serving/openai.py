@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 from specdec.grammars.guidance import json_schema, lark, regex
@@ -54,6 +55,8 @@ NEUTRAL = {
     **{"parallel_tool_calls": True, "service_tier": "auto"},
 }
 """What else clients send, with the value that does nothing, which alone is taken."""
+TEMPLATE = ("tools", "documents", "add_generation_prompt", "continue_final_message")
+"""Arguments of ``apply_chat_template`` that a request may give; others are the server's."""
 CHOICES, TOP = 128, 20
 """The most choices of a request, and tokens in each place whose log-probabilities are given, as at OpenAI."""
 
@@ -110,9 +113,10 @@ def prompt_of(body: Mapping[str, Any], chat: bool) -> Any:
     if not body[name]:
         raise ValueError(f"{name} is empty: give at least one {'message' if chat else 'token'}")
     if not chat:
-        if any(isinstance(one, dict) for one in body[name]):
+        flat = [part for one in body[name] for part in (one if isinstance(one, list) else [one])]
+        if any(isinstance(part, dict) for part in flat):
             raise ValueError("prompt is a chat: POST it to /v1/chat/completions as messages")
-        if any(isinstance(one, bool) for one in body[name]):
+        if any(isinstance(part, bool) for part in flat):
             raise ValueError("prompt has true or false: give a text, or ids")
         return body[name]
     made = []
@@ -156,8 +160,8 @@ def likely_of(body: Mapping[str, Any], chat: bool) -> dict[str, Any]:
     return {"n": n, "top": None if wanted is False else most, "echo": echo}
 
 
-def asked(body: Any, chat: bool, most: int, target: Any) -> dict[str, Any]:
-    """The arguments of ``Engine.submit`` that a body asks of a decoder's target.
+def asked(body: Any, chat: bool, most: int, target: Any, captured: bool = False) -> dict[str, Any]:
+    """The arguments of ``Engine.submit`` that a body asks of a decoder's target; ``captured``: in captured rounds, which take no grammars and penalties.
 
     Raises:
         TypeError, ValueError: the body is no object, has no prompt, or has what is not supported.
@@ -196,7 +200,13 @@ def asked(body: Any, chat: bool, most: int, target: Any) -> dict[str, Any]:
     if "chat_template_kwargs" in body:
         if not chat:
             raise ValueError("chat_template_kwargs is given to a completion: only chats have a template")
-        prompt = chat_ids(target.tokenizer, prompt, "messages", body["chat_template_kwargs"])
+        own = body["chat_template_kwargs"]
+        taken = signature(target.tokenizer.apply_chat_template).parameters
+        if wrong := [name for name in own if name in taken and name not in TEMPLATE]:
+            raise ValueError(
+                f"chat_template_kwargs has {wrong[0]}: give {', '.join(TEMPLATE)}, and what the template itself takes"
+            )
+        prompt = chat_ids(target.tokenizer, prompt, "messages", own)
     if not all(type(end) is int and 0 <= end < target.vocab_size for end in ends):
         raise ValueError(f"stop_token_ids is {ends}: give a list of ids, 0 to {target.vocab_size - 1}")
     own = () if body.get("ignore_eos") else target.eos_token_ids
@@ -210,6 +220,14 @@ def asked(body: Any, chat: bool, most: int, target: Any) -> dict[str, Any]:
     }
     rules = grammar_of(body, target.tokenizer)
     penalties = penalties_of(body, target.vocab_size)
+    if captured and (penalties or rules is not None):
+        name = next(
+            (name for name in penalties),
+            "response_format" if "response_format" in body else "structured_outputs",
+        )
+        raise ValueError(
+            f"{name} is given: this endpoint runs --ahead, whose captured rounds do not support it"
+        )
     if settings or penalties or rules is not None:
         made["sampling"] = Sampling(**settings, grammar=rules)
     return {**made, "penalties": penalties} if penalties else made
@@ -218,10 +236,12 @@ def asked(body: Any, chat: bool, most: int, target: Any) -> dict[str, Any]:
 def refusal(status: int, message: str, body: Any = None, chat: bool = False) -> dict[str, Any]:
     """OpenAI's error object: the library's ``message`` in the words of the request's ``body``, and the field that it is about, if it begins with one."""
     given = body if isinstance(body, dict) else {}
+    prompts = given.get("prompt")
+    several = isinstance(prompts, list) and len(prompts) > 1 and not isinstance(prompts[0], int)
     longest = "max_completion_tokens" if given.get("max_completion_tokens") is not None else "max_tokens"
     for ours, theirs in (
-        (r"\brequest \d+: ", ""),
-        (r"\bprompt 0\b|\bits prompt\b", "the prompt"),
+        (r"\brequest \d+: | for row \d+", ""),
+        (r"\bits prompt\b" if several else r"\bprompt 0\b|\bits prompt\b", "the prompt"),
         (r"\bmax_new_tokens\b", longest),
         (r"\bstop_strings\b", "stop"),
     ):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-RANGES = {"presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "repetition_penalty": (0, None)}
+RANGES = {"presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "repetition_penalty": (0.01, 100)}
 NEUTRAL: dict[str, Any] = {
     "logit_bias": {},
     "presence_penalty": 0,
@@ -62,14 +62,13 @@ def penalties_of(body: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for name, (low, high) in RANGES.items():
         value = body.get(name, NEUTRAL[name])
-        if not (low < value if high is None else low <= value <= high):
-            wanted = f"a number above {low}" if high is None else f"a number from {low} to {high}"
-            raise ValueError(f"{name} is {value}: give {wanted}")
+        if not low <= value <= high:
+            raise ValueError(f"{name} is {value}: give a number from {low} to {high}")
         if value != NEUTRAL[name]:
             made[name] = float(value)
     bias = []
     for token, value in body.get("logit_bias", {}).items():
-        known = token.isdecimal() and int(token) < vocab_size
+        known = token.isascii() and token.isdecimal() and len(token) < 10 and int(token) < vocab_size
         if not known or type(value) not in (int, float) or not -100 <= value <= 100:
             raise ValueError(
                 f"logit_bias has {json.dumps({token: value})}: give ids of tokens, 0 to {vocab_size - 1}, with numbers from -100 to 100"

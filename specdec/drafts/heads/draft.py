@@ -91,7 +91,7 @@ class Head:
         graphs: whether a chain is captured as one CUDA graph, as for ``HFModel``. Trees are captured only under ``executors.Ahead``, and chains with a
             ``stop`` or ``rules`` never.
     Raises:
-        ValueError: ``tree`` cannot draw from this head; in ``bind``: the target is another one, or has no activations to read; graphs or copies
+        TypeError: ``tree`` is nothing that grows proposals. ValueError: it cannot draw from this head; in ``bind``: the target is another one, or has no activations to read; graphs or copies
             of weights are not possible.
     """
 

@@ -308,8 +308,9 @@ class HeadModel(StoredHead):
         """
         model = unwrapped(target)
         if not isinstance(model, PreTrainedModel):
+            what = repr(target) if isinstance(target, str) else f"a {type(target).__name__}"
             raise TypeError(
-                f"target is {target!r}: give an HFModel or a transformers model; of a name or a folder, HFModel.from_pretrained(...)"
+                f"target is {what}: give an HFModel or a transformers model; of a name or a folder, HFModel.from_pretrained(...)"
             )
         at_least(0, "seed", seed, "give 0 or more")
         sizes = config_like(model, **(config or {}))
