@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from inspect import isroutine
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from specdec import arm_policy, drafts, executors, grammars, pruning, sampling, selectors, verifiers
+from specdec.configs import setting
 from specdec.cost import arms, rounds
 from specdec.drafts import heads, siblings, stops
 from specdec.drafts.coerce import as_model, place
@@ -67,7 +69,8 @@ def save(folder: str | os.PathLike[str], parts: Mapping[str, Any]) -> None:
     try:
         for name, saved in writer.folders.items():
             for part in saved:
-                part.save_pretrained(folder / name)
+                with _unchanged(setting(part, "config"), setting(part, "generation_config")):
+                    part.save_pretrained(folder / name)
         (folder / FILE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
     except BaseException:
         for made in folder.iterdir():  # it was empty
@@ -75,6 +78,18 @@ def save(folder: str | os.PathLike[str], parts: Mapping[str, Any]) -> None:
         if new:
             folder.rmdir()
         raise
+
+
+@contextmanager
+def _unchanged(*configs: Any) -> Iterator[None]:
+    """transformers writes into a model's configs when it saves it."""
+    before = [(config, dict(vars(config))) for config in configs if config is not None]
+    try:
+        yield
+    finally:
+        for config, kept in before:
+            vars(config).clear()
+            vars(config).update(kept)
 
 
 class _Writer:

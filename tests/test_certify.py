@@ -473,3 +473,15 @@ def test_prompts_are_those_that_generate_takes():
         sd.certify(decoder, [0, 3], 2)
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         certify_coupled(decoder, [[0], []], 2)
+
+
+@pytest.mark.parametrize(
+    ("selector", "capacities"),
+    [(sd.selectors.Fixed(0), {"a": 1}), (sd.selectors.Random(), {"a": 1, "b": 1})],
+)
+def test_capacities_bind_between_the_rows_of_a_prompt_alone(selector, capacities):
+    """Branches of one row are no rows of one batch."""
+    target, small = (sd.TableModel.random(3, 1, seed=seed) for seed in (1, 2))
+    arms = {"a": sd.Arm(small, 2), "b": None}
+    pool = sd.decoder(target).pool(arms, selector, length=2, capacities=capacities).build()
+    assert sd.certify(pool, [[0]], 3).total_variation < 1e-12

@@ -30,6 +30,8 @@ from specdec.executors import Pipelined
 from specdec.lab import recorder, timing
 from specdec.lab.prompt_file import Entry, pieces, prompt_entries, read, shipped
 from specdec.lab.selection import Requests
+from specdec.masks import Causal, Function, Window
+from specdec.models import Masked
 
 V, K = 23, 3
 HOW = {"new_tokens": 9, "k": K, "eos_token_id": (), "progress": False}
@@ -194,6 +196,23 @@ def test_drafts_that_depend_on_dropped_tokens_are_refused(draft, coin):
 
 
 @pytest.mark.slow
+def test_masks_of_functions_are_told_apart(target, tmp_path):
+    """Functions have no name: a draft under one is replayed again, and a target is named by what its mask shows."""
+
+    def under(n):
+        return Masked(target, Causal() & (Window(1) | Function(lambda b, h, q, kv: (q - kv) % n == 0)))
+
+    settings = {**HOW, "new_tokens": 6}
+    trace = lab.record(target, prompts(3), tmp_path / "t", **settings)
+    found = [lab.replay(trace, under(n), K).tau for n in (2, 3)]
+    assert found == [lab.replay(trace, under(n), K, cache=False).tau for n in (2, 3)]
+    assert found[0] != found[1]
+    lab.record(under(2), prompts(3), tmp_path / "m", **settings)
+    lab.record(under(2), prompts(3), tmp_path / "m", **settings)
+    with pytest.raises(ValueError, match="target"):
+        lab.record(under(3), prompts(3), tmp_path / "m", **settings)
+
+
 def test_what_cannot_be_replayed_is_simulated(target, tmp_path):
     trace = lab.record(target, prompts(40), tmp_path / "t", **HOW, batch=40)
     exact = lab.replay(trace, small(), K)

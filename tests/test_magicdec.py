@@ -472,11 +472,6 @@ def test_chains_longer_than_the_block_and_budgets_for_other_models_are_refused(t
         sd.decoder(target).draft(MagicDec(block=3), length=4).build()
     with pytest.raises(ValueError, match="budget has 2 numbers and the target 3 layers"):
         sd.decoder(target).draft(MagicDec(pruner=SnapKV(), budget=[4, 5])).build()
-    small = sd.decoder(target).draft(MagicDec(window=6, pruner=SnapKV(), budget=4, observation=4)).build()
-    with pytest.raises(
-        ValueError, match=r"SnapKV: budget is 4 .*: raise the budget, or observe fewer queries"
-    ):
-        small.generate([PROMPTS[0]], 9)
 
 
 def test_an_executor_that_does_not_tell_of_the_new_cache_is_found_out(target):
@@ -541,6 +536,19 @@ def test_chosen_slots_may_be_fewer_and_in_any_order(target):
     ):
         draft = MagicDec(window=4, pruner=Returns(change), budget=6)
         assert texts(target, draft, {"temperature": 0.0}, sd.Rejection(), [0, 2], seed=0).ids == plain.ids
+
+
+@pytest.mark.parametrize(
+    ("pruner", "says"),
+    [
+        (SnapKV(), r"SnapKV: budget is 4 .*: raise the budget, or observe fewer queries"),
+        (H2O(recent=9), "H2O: budget is 4"),
+    ],
+)
+def test_a_budget_that_a_pruner_cannot_keep_is_refused_when_it_is_built(target, pruner, says):
+    draft = sd.drafts.MagicDec(window=16, pruner=pruner, budget=4, observation=4)
+    with pytest.raises(ValueError, match=says):
+        sd.decoder(target).draft(draft).build()
 
 
 @pytest.mark.parametrize(

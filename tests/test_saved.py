@@ -17,6 +17,7 @@ from specdec.drafts.siblings import Distinct
 from specdec.drafts.spire import SpireModel
 from specdec.drafts.stops import Entropy
 from specdec.executors import Optimistic, Pipelined
+from specdec.lab.traces import identity
 from specdec.masks import Causal, Sinks, Strided, Window
 from specdec.models import Masked, Windowed
 from specdec.pruning import SnapKV
@@ -184,6 +185,20 @@ def test_the_settings_of_a_model_under_a_mask_are_kept(tmp_path):
     COMPOSED["settings under a mask"](None).build().save(tmp_path)
     model = sd.load(tmp_path).build().draft.model
     assert (model.graphs, model.prefill_chunk, model.bf16_weights) == ("eager", 7, False)
+
+
+def test_saving_changes_no_config_and_traces_stay_those_of_the_target(target, tmp_path):
+    small = other()
+    models = [target.model, small.model]
+    before = [(m.config.to_dict(), m.generation_config.to_dict()) for m in models]
+    name = identity(target)
+    sd.decoder(target).draft(small).build().save(tmp_path / "d")
+    assert [(m.config.to_dict(), m.generation_config.to_dict()) for m in models] == before
+    model = tiny("llama", 4)
+    first = identity(sd.HFModel(model))
+    model.save_pretrained(tmp_path / "m")  # transformers' own changes the config
+    assert identity(sd.HFModel(model)) == first
+    assert identity(target) == name
 
 
 @pytest.mark.parametrize("call", [sd.load, lambda folder: sd.decoder(other()).save(folder)])

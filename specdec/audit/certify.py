@@ -128,7 +128,7 @@ def certify(
         decoder: built as usual; or a verifier, or a function ``(proposal, probs, context, rng) -> Verdict``, around which a decoder is
             built: a table of 3 tokens, and a draft whose trees, or chains where the verifier refuses trees, depend on the whole past.
         prompts: as for ``generate``; the branches of all rows share every batch, except under a selector that chooses for rows together
-            (``SelectorInfo.joint``), where each branch runs alone. By default one of one token, and for a verifier three.
+            (``SelectorInfo.joint``, or capacities), where each branch runs alone. By default one of one token, and for a verifier three.
         max_new_tokens: as for ``generate``; by default 3, and 4 for a verifier. eos_token_id, stopping_criteria: as for ``generate``.
         sampling: defines the target's distribution; by default the decoder's.
         logits: ``prefixes -> [R, V]``, the target's logits on plain prefixes; by default its own ``score`` with a fresh cache.

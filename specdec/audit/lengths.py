@@ -8,6 +8,7 @@ then drops it biases the output (docs/design.md, "Anticipation"), and no replay 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +66,9 @@ def check_policy(policy: Policy, seen: Drafted, seed: int = 0) -> Tensor:
     """
     chains = seen.each(lambda part: part.flatten(0, -2))
     R, K = chains.own.shape
-    lengths = policy(chains)
+    lengths: Any = policy(chains)
+    if not isinstance(lengths, Tensor):
+        raise TypeError(f"the policy gave {lengths!r}: give a tensor of lengths, one a chain")
     if (
         lengths.shape != (R,)
         or lengths.dtype.is_floating_point

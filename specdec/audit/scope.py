@@ -59,7 +59,10 @@ class Scope:
             "sampling": repr(decoder.sampling),
             "executor": type(decoder.executor).__name__,
         }
-        alone = selector is not None and SelectorInfo.of(selector).joint
+        bound = (
+            decoder.selecting is not None and decoder.selecting.capacities is not None
+        )  # between the rows of a prompt
+        alone = selector is not None and (SelectorInfo.of(selector).joint or bound)
         return Scope(decoder.target.vocab_size, sizes, tuple(tokens), tuple(eos), len(criteria), parts, alone)
 
     def watch(self, round: Round) -> None:

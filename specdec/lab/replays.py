@@ -10,13 +10,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from specdec.arguments import whole
 from specdec.audit.between import between
 from specdec.audit.block import block_chances
 from specdec.audit.lengths import Drafted, Policy, check_policy, stopping
 from specdec.audit.rounds import Efficiency, Rounds, efficiency
+from specdec.configs import setting
 from specdec.drafts.spire import SpireModel
 from specdec.drafts.stops import Stop, Stops
 from specdec.lab.traces import Trace, digest, identity
+from specdec.masks.text import known
 from specdec.models.hf import HFModel
 from specdec.models.table import TableModel
 
@@ -150,6 +153,8 @@ class Replay:
     def _k(self, k: int | None) -> int:
         if k not in (None, self.k) and not self.chains:
             raise ValueError(f"k is {k}, and trees of depth {self.k} were replayed: replay with k={k}")
+        if k is not None:
+            whole("k", k)
         if k is not None and not 1 <= k <= self.k:
             raise ValueError(
                 f"k is {k}, and blocks of up to {self.k} were replayed: give 1 to {self.k}, or replay with a larger k"
@@ -212,6 +217,9 @@ def _plain(value: Any) -> Any:
     if not type(value).__module__.startswith("specdec."):
         raise TypeError(f"a {type(value).__name__} has no name")
     if isinstance(value, HFModel | SpireModel | TableModel):
+        mask = setting(value, "mask")
+        if mask is not None and not known(mask):
+            raise TypeError(f"{mask!r} has no name")
         return identity(value)
     if is_dataclass(value):
         return [

@@ -19,6 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.configs import setting
+from specdec.masks import dense
+from specdec.masks.sight import longest
+from specdec.masks.text import known
 from specdec.models.fingerprint import fingerprint, unwrapped
 from specdec.models.table import TableModel
 from specdec.sampling import Sampling
@@ -285,6 +289,10 @@ def unseal(folder: Path) -> None:
             mark.unlink(missing_ok=True)  # another process may be first
 
 
+NOT_SETTINGS = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
+"""Fields of a config that saving or loading a model changes, and that its output does not depend on; its dtype is in its ``repr``."""
+
+
 def identity(model: Any) -> str:
     """A name for a model's class, settings and weights. A model that is not a transformers or a table model is named by its class alone."""
     inner = unwrapped(model)
@@ -293,13 +301,18 @@ def identity(model: Any) -> str:
         return f"{name}-{hashlib.sha256(inner.probs.numpy().tobytes()).hexdigest()[:16]}"
     if not isinstance(inner, torch.nn.Module):
         return name
-    config = getattr(inner, "config", None)
-    settings = [
-        repr(model),
-        str(getattr(model, "mask", "")),
-        None if config is None else config.to_json_string(),
-    ]
+    config = setting(inner, "config")
+    own = None if config is None else {k: v for k, v in config.to_dict().items() if k not in NOT_SETTINGS}
+    settings = [repr(model), _mask_name(setting(model, "mask")), json.dumps(own, sort_keys=True, default=str)]
     return f"{name}-{fingerprint(inner)}-{digest(settings)[:8]}"
+
+
+def _mask_name(mask: Any) -> str:
+    """A mask in words; of one with functions of the user's own also what it shows at the first positions."""
+    if mask is None or known(mask):
+        return str(mask)
+    at = torch.arange(min(longest(mask) or 512, 512))
+    return f"{mask} {digest(dense(mask, at, at).nonzero().tolist())}"
 
 
 def plain_sampling(sampling: Sampling) -> dict[str, Any]:

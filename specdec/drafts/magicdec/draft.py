@@ -12,6 +12,7 @@ from torch import Tensor
 from specdec.arguments import at_least
 from specdec.cache.ring import BLOCK
 from specdec.capabilities import DraftInfo
+from specdec.drafts.magicdec.observation import check_budget
 from specdec.drafts.magicdec.view import View, ViewCache
 from specdec.drafts.model import Model
 from specdec.drafts.one_model import ModelState
@@ -131,6 +132,9 @@ class MagicDec:
                 f"mask is {mask!r}, which has no reach, and a pruner adds to a view of constant size: join the mask with a window, or give no pruner"
             )
         extra = 0 if self.pruner is None else max(self._budgets(layers))
+        if self.pruner is not None:
+            for shape, budget in {*zip(target._shapes, self._budgets(layers))}:
+                check_budget(self.pruner, shape, budget, self.observation)
         view = View(target, mask, self.block, self.positions == "in_cache", extra)
         mine = sampling.for_draft(self.sampling)
         return replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from specdec.cache.contiguous import SlotCache
 from specdec.cache.contract import KVStore
+from specdec.cache.slots import KVShape
 from specdec.kernels.attention import AttentionPlan
 from specdec.kernels.attention.reach import Reach
 from specdec.models.hf import HFModel
@@ -60,6 +62,14 @@ def observe(model: HFModel, source: SlotCache, rows: Sequence[int], count: int) 
     with torch.inference_mode():
         model._path.forward(_Reader(source), plan, ids, positions, False)
     return found
+
+
+def check_budget(pruner: Pruner, shape: KVShape, budget: int, count: int) -> None:
+    """Raise what ``pruner`` raises, with keys and values of a ``shape`` and weights of ``count`` queries, for a ``budget`` below the number of slots."""
+    slots = budget + count + 1
+    keys, values = (torch.zeros(2, shape.heads, slots, size) for size in (shape.key_size, shape.value_size))
+    weights = torch.full((2, shape.heads, count, slots), 1 / slots) if pruner.needs.attention else None
+    copy.deepcopy(pruner)(keys, values, torch.tensor([slots, slots]), budget, attention=weights)
 
 
 def choices(
