@@ -52,10 +52,12 @@ class Settings(OnTexts):
     new_tokens: int = option(64, "positions of each text at which rounds start")
     k: int = option(8, "the longest chain")
     least: tuple[float, ...] = option(
-        (0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9), "thresholds of each rule", metavar="P"
+        (2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9),
+        "thresholds of each rule",
+        metavar="P",
     )
     greedy_least: tuple[float, ...] = option(
-        (0.05, 0.2, 0.4, 0.6, 0.8, 0.95),
+        (0.01, 0.05, 0.2, 0.4, 0.6, 0.8),
         "thresholds at temperature 0, each of which is a replay of its own",
         metavar="P",
     )
