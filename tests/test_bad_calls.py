@@ -13,7 +13,9 @@ from transformers import (
 )
 
 import specdec as sd
+from specdec import lab
 from specdec.drafts import heads
+from specdec.drafts.spire import SpireModel
 from specdec.models import OwnCache
 
 
@@ -104,6 +106,11 @@ def test_a_head_is_made_for_a_compiled_model(target):
         (lambda t: heads.Eagle3.from_target("pocket-target"), TypeError, r"target is 'pocket-target': .*HFModel.from_pretrained"),
         (lambda t: heads.Eagle3.from_target(sd.TableModel.random(3)), TypeError, "target is a TableModel: give an HFModel"),
         (lambda t: heads.Eagle3.from_target(t, seed="x"), TypeError, "seed is 'x': give a whole number"),
+        (lambda t: heads.Eagle3.from_target(t, 3), TypeError, r"taps is 3: give a list of layers, such as \[3\]"),
+        (lambda t: SpireModel.from_target(t, "1"), TypeError, "layers is '1': give how many of the last blocks"),
+        (lambda t: SpireModel.from_target(t, 1.5), TypeError, "layers is 1.5: give how many"),
+        (lambda t: lab.record(t, [[1]], "unused", taps=1), TypeError, r"taps is 1: give a list of layers, such as \[1\]"),
+        (lambda t: lab.record(t, [[1]], "unused", seed="a"), TypeError, "seed is 'a': give a whole number"),
         (lambda t: heads.DFlash.from_target(t, mask_token=1.5), TypeError, "mask_token is 1.5: give a whole number, or None"),
         (lambda t: sd.drafts.Head(heads.Medusa.from_target(t), None), TypeError, r"tree is None: give heads.Chain\(\)"),
         (lambda t: sd.drafts.Head(heads.Medusa.from_target(t), heads.DDTree), TypeError, "tree is <class"),

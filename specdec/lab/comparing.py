@@ -73,6 +73,8 @@ def by_name(replays: Mapping[str, Result] | Sequence[Result]) -> dict[str, Resul
     Raises:
         TypeError: one is neither. ValueError: there are none, two have one name, or they are of different traces.
     """
+    if isinstance(replays, Result):
+        raise TypeError("replays is one alone: give several, by name, {name: replay}, or as a list")
     named = dict(replays) if isinstance(replays, Mapping) else {}
     for replay in () if isinstance(replays, Mapping) else replays:
         if replay.name in named:

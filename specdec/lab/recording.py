@@ -97,6 +97,9 @@ def record(
     info = ModelInfo.of(model)
     ends = info.eos_token_ids if eos_token_id is None else np.atleast_1d(eos_token_id).tolist()
     kept = (model.vocab_size if model.vocab_size <= 8192 else 1024) if keep is None else keep
+    at_least(0, "seed", seed, "give 0 or more")
+    if not isinstance(taps, Sequence):
+        raise TypeError(f"taps is {taps!r}: give a list of layers, such as [{taps!r}]")
     at_least(1, "keep", kept, f"give 1 to {model.vocab_size}, the size of the vocabulary")
     kept = min(kept, model.vocab_size)
     how = _How(model, sampling or Sampling(), new_tokens, k, tuple(taps), kept, tuple(ends), seed)

@@ -76,6 +76,8 @@ class HeadModel(StoredHead):
         for name in settings:
             if name not in mine:
                 raise TypeError(f"{type(self).__name__} has no argument {name!r}")
+        if not isinstance(taps, Sequence) or isinstance(taps, str):
+            raise TypeError(f"taps is {taps!r}: give a list of layers, such as [{taps!r}]")
         if not taps:
             raise ValueError("taps is empty: a head reads at least one layer of its target")
         if setting(config, "num_target_layers") is None:

@@ -147,6 +147,10 @@ class SpireModel(nn.Module):
             if not 1 <= layers <= count:
                 raise ValueError(f"layers is {layers}: the target has {count} blocks, give 1 to {count}")
             layers = range(count - layers, count)
+        elif not isinstance(layers, Sequence) or not all(type(layer) is int for layer in layers):
+            raise TypeError(
+                f"layers is {layers!r}: give how many of the last blocks, or a list of their numbers"
+            )
         body = keep_layers(target, list(layers))
         if random:
             body = type(body)(body.config).to(body.dtype).to(body.device)
