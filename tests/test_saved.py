@@ -66,7 +66,7 @@ COMPOSED = {
         sd.drafts.Head(heads.Eagle3.from_target(t), heads.DynamicTree(2, 3, 5)), length=3
     ),
     "magicdec": lambda t: sd.decoder(t).draft(
-        sd.drafts.MagicDec(window=5, pruner=SnapKV(), budget=4), length=3
+        sd.drafts.MagicDec(window=5, pruner=SnapKV(), budget=4, observation=2), length=3
     ),
     "pool": lambda t: sd.decoder(t).pool(
         {"a": sd.Arm(other(1), 2), "b": other(2), "none": None},
