@@ -161,7 +161,7 @@ def likely_of(body: Mapping[str, Any], chat: bool) -> dict[str, Any]:
 
 
 def asked(body: Any, chat: bool, most: int, target: Any, captured: bool = False) -> dict[str, Any]:
-    """The arguments of ``Engine.submit`` that a body asks of a decoder's target; ``captured``: in captured rounds, which take no grammars and penalties.
+    """The arguments of ``Engine.submit`` that a body asks of a decoder's target; ``captured``: in captured rounds, which take neither grammars nor penalties.
 
     Raises:
         TypeError, ValueError: the body is no object, has no prompt, or has what is not supported.
@@ -221,10 +221,8 @@ def asked(body: Any, chat: bool, most: int, target: Any, captured: bool = False)
     rules = grammar_of(body, target.tokenizer)
     penalties = penalties_of(body, target.vocab_size)
     if captured and (penalties or rules is not None):
-        name = next(
-            (name for name in penalties),
-            "response_format" if "response_format" in body else "structured_outputs",
-        )
+        grammar = "response_format" if "response_format" in body else "structured_outputs"
+        name = next(iter(penalties), grammar)
         raise ValueError(
             f"{name} is given: this endpoint runs --ahead, whose captured rounds do not support it"
         )

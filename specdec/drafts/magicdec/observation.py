@@ -65,7 +65,7 @@ def observe(model: HFModel, source: SlotCache, rows: Sequence[int], count: int) 
 
 
 def check_budget(pruner: Pruner, shape: KVShape, budget: int, count: int) -> None:
-    """Raise what ``pruner`` raises, with keys and values of a ``shape`` and weights of ``count`` queries, for a ``budget`` below the number of slots."""
+    """Raise what ``pruner`` raises for more slots than its ``budget``, tried on zeros of a layer's ``shape`` and on equal weights of ``count`` queries."""
     slots = budget + count + 1
     keys, values = (torch.zeros(2, shape.heads, slots, size) for size in (shape.key_size, shape.value_size))
     weights = torch.full((2, shape.heads, count, slots), 1 / slots) if pruner.needs.attention else None
