@@ -20,7 +20,7 @@ import specdec as sd
 from specdec.executors import Ahead, Serial
 from specdec.serving import penalties
 from specdec.serving.engine import Engine, Job, Said
-from specdec.serving.openai import NEUTRAL
+from specdec.serving.openai import NEUTRAL, asked
 from specdec.serving.requests import Finished
 
 PROMPT = "import os\n"
@@ -194,6 +194,16 @@ def test_several_prompts_have_the_texts_that_each_has_alone(server, stream):
             assert texts == wanted
         for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
             assert usage[name] == sum(one["usage"][name] for one in alone)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("logit_bias", {"5": 1}), ("presence_penalty", 1), ("structured_outputs", {"regex": "a"})],
+)
+def test_captured_rounds_refuse_what_they_do_not_run_by_its_field(server, field, value):
+    pytest.importorskip("llguidance")
+    with pytest.raises(ValueError, match=f"^{field} is given: this endpoint runs --ahead"):
+        asked({"prompt": PROMPT, field: value}, False, 8, server.engine.target, captured=True)
 
 
 def test_ids_end_a_text_where_asked(server):
