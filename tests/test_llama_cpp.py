@@ -133,7 +133,8 @@ def test_the_comparison(tmp_path, monkeypatch, capsys):
     )  # each text by itself
     assert theirs[2, "plain"]["tokens_per_second"] == pytest.approx(2 * 8 / 1.0)
     assert [theirs[1, m]["tau"] for m in ("plain", "ngram", "draft, k = 3")] == pytest.approx(
-        [1, 16 / 12, 16 / 8]
+        [1, 16 / 12, 16 / 8],
+        rel=1e-5,  # a report has six digits
     )
     assert {row["same_texts"] for row in rows if row["engine"] == "specdec"} == {1.0}
     assert {row["same_texts"] for row in theirs.values()} == {0.5}

@@ -96,9 +96,9 @@ def write(
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can express it, floats to nine significant digits."""
+    """A value as JSON can express it, floats to six significant digits."""
     if hasattr(value, "item"):  # numpy and torch scalars
         value = value.item()
     if isinstance(value, float):
-        return float(f"{value:.9g}") if math.isfinite(value) else None
+        return float(f"{value:.6g}") if math.isfinite(value) else None
     return [plain(v) for v in value] if isinstance(value, list | tuple) else value
