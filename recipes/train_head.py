@@ -2,7 +2,7 @@
 
     python recipes/train_head.py --head eagle3 --target FOLDER_OR_HUB_ID --dataset TEXT --output my-head
 
-Heads are eagle3, peagle (P-EAGLE), mtp, medusa, dflash, dflash2 and dspark; the target is any causal LM that heads support. The text is a file (.txt,
+Heads are eagle3, peagle (P-EAGLE), mtp, medusa, dflash, dflash2, dspark, lilicorr and xpress; the target is any causal LM that heads support. The text is a file (.txt,
 .jsonl, .json, .csv, .parquet), a folder or a data set of the hub. --column names the column of the texts, or of lists of chat messages, which the
 tokenizer's chat template makes into text; of these the head learns what the assistant wrote. The first sequences are held out (or those of
 --validation-dataset): tau on them is printed for the new head, as it trains, and at the end.
@@ -55,9 +55,9 @@ ENGINES = {
 
 @dataclass(frozen=True)
 class Settings(OnOwnText):
-    head: Literal["eagle3", "peagle", "mtp", "medusa", "dflash", "dflash2", "dspark"] = option(
-        "eagle3", "the kind of head"
-    )
+    head: Literal[
+        "eagle3", "peagle", "mtp", "medusa", "dflash", "dflash2", "dspark", "lilicorr", "xpress"
+    ] = option("eagle3", "the kind of head")
     target: str = option("", "a pocket model, a folder or a hub id")
     output: str = option("", "folder of the trained head")
     muon_lr: float = option(0.02, "peak learning rate of the matrices")
@@ -72,7 +72,7 @@ class Settings(OnOwnText):
     vocabulary: int = option(
         0, "the head proposes the most frequent tokens of the text, so many (default: all)"
     )
-    k: int = option(0, "tokens of a block (default: 5; 7 for dflash, dflash2 and dspark)")
+    k: int = option(0, "tokens of a block (default: 5; 7 for dflash and the heads that draw on it)")
     blocks: int = option(0, "transformer or residual blocks of the head (default: by the kind)")
     anchors: int = option(0, "blocks of a sequence in a step (default: 256, or fewer for a large vocabulary)")
     loss: Literal["mixed", "own"] = option("mixed", "mixed: MixedLoss(0.5); own: that of the head's authors")

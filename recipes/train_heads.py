@@ -6,7 +6,7 @@ The text is the mixture that pocket-target and pocket-spire were trained on. The
 bf16 in the work folder, about 3.6 GB a million tokens. Every head begins with new weights and uses the target's embedding and output matrix. The
 same command continues an interrupted run; finished drafts are exported into specdec/zoo with a model card. --drafts also takes
 pocket-spire-equal and pocket-vanilla-equal, a SPIRe draft and a small language model, trained on the same tokens. For a target and
-text of your own, and for P-EAGLE and DFlash2, there is recipes/train_head.py.
+text of your own, and for P-EAGLE, DFlash2, LiLiCorr and XPress, there is recipes/train_head.py.
 """
 
 from __future__ import annotations

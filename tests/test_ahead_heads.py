@@ -21,8 +21,10 @@ from specdec.drafts.heads import (
     DynamicTree,
     Eagle3,
     Head,
+    LiLiCorr,
     Medusa,
     PEagle,
+    XPress,
 )
 from specdec.drafts.heads.layers import config_like
 from specdec.drafts.heads.slots import PIECE
@@ -54,6 +56,15 @@ HEADS = {
     "peagle, sliding": (PEagle, {"blocks": 2, "depth": 6, "windows": [7, None]}),
     "dflash2": (DFlash2, {"blocks": 1, "block_size": 7, "anchor_first": True, "top_k": 40}),
     "dspark": (DSpark, {"blocks": 1, "rank": 8, "markov": "rnn"}),
+    "lilicorr": (
+        LiLiCorr,
+        {"blocks": 1, "block_size": 7, "top_k": 90, "heads": 4, "factors": 6, "scale": 1.0},
+    ),
+    "xpress": (XPress, {"blocks": 1, "block_size": 7, "rank": 8}),
+    "xpress, sliding": (
+        XPress,
+        {"blocks": 2, "block_size": 6, "rank": 8, "windows": [6, None], "anchor_first": True},
+    ),
     "dspark, strided": (DSpark, {"blocks": 1, "mask": Causal() & Window(9) & (Strided(3) | Sinks(1))}),
 }
 
@@ -103,6 +114,8 @@ def accepted(made):
         ("dspark, sliding", "eager", 6, sd.Rejection(), 1.0),
         ("eagle3, sliding", "eager", 6, sd.Rejection(), 1.0),
         ("peagle, sliding", "recorded", 5, sd.Rejection(), 1.0),
+        ("lilicorr", "recorded", 6, sd.Rejection(), 1.0),
+        ("xpress", "eager", 6, sd.Coupled(), 1.0),
         *(
             pytest.param(name, graphs, length, verifier, 1.0, marks=pytest.mark.slow)
             for name in HEADS

@@ -15,12 +15,24 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import specdec as sd
 from specdec.audit.certify import certify
-from specdec.drafts.heads import Chain, DDTree, DFlash, DFlash2, DSpark, DynamicTree, Eagle3, Head, PEagle
+from specdec.drafts.heads import (
+    Chain,
+    DDTree,
+    DFlash,
+    DFlash2,
+    DSpark,
+    DynamicTree,
+    Eagle3,
+    Head,
+    LiLiCorr,
+    PEagle,
+    XPress,
+)
 from specdec.masks import streaming
 from specdec.testing.session import BUDGETS, Session
 from specdec.training.anchored import blocks, steps
 
-BLOCK = {name: MADE[name] for name in ("dflash", "dspark", "peagle", "dflash2")}
+BLOCK = {name: MADE[name] for name in ("dflash", "dspark", "peagle", "dflash2", "lilicorr", "xpress")}
 STOP = Chain(stop=0.5)
 
 
@@ -170,6 +182,151 @@ def test_a_new_dflash2_begins_as_dflash(target):
     torch.testing.assert_close(one.memo.logits[..., 0, :], two.logits, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("first", [False, True])
+@torch.no_grad()
+def test_xpress_is_the_papers(target, first):
+    """All slots at once, from the tokens before each, as the refiner is trained."""
+    head = makes(XPress, blocks=2, block_size=4, rank=5, mlp_ratio=3, anchor_first=first)(target)
+    torch.manual_seed(0)
+    torch.nn.init.normal_(head.refiner_head.mix_l)
+    tokens, layers = example(head)
+    found = blocks(head, tokens, layers, head.longest, torch.tensor([[7]]))[0, 0]
+    hidden, w = dflash(head, tokens, layers, 7), dict(head.refiner_head.named_parameters())
+    before = tokens[0, 7:11] if first else tokens[0, 6:10]
+    parts = (
+        hidden @ w["down_h.weight"].T,
+        (hidden.mean(0) @ w["down_g.weight"].T).expand(4, -1),
+        w["token_embed.weight"][before],
+    )
+    x = torch.cat(parts, -1) @ w["in_proj.weight"].T
+    y = x.clone()
+    for j, i, c in product(range(4), range(4), range(5)):
+        if i <= j:
+            y[j, c] += w["mix_l"][c, j, i] * x[i, c]
+    inner = torch.nn.functional.silu(y @ w["mlp_gate.weight"].T) * (y @ w["mlp_up.weight"].T)
+    z = y + inner @ w["mlp_down.weight"].T
+    expected = head.of_target.logits(hidden) + z @ w["readout.weight"].T
+    torch.testing.assert_close(found, expected[head.first :], rtol=0, atol=1e-10)
+
+
+def test_a_new_xpress_begins_as_a_correction_of_each_slot_alone(target):
+    head = XPress.from_target(target, (0, 2), blocks=1, block_size=4)
+    assert not head.refiner_head.mix_l.any()
+    assert head.settings["rank"] == 256
+
+
+@torch.no_grad()
+def test_jacobi_iteration_ends_at_the_greedy_chain_of_xpress(target):
+    """What engines compute: all slots again from the greedy tokens of the pass before, beginning with the block's own."""
+    head = makes(XPress, blocks=2, block_size=5, rank=6)(target)
+    torch.manual_seed(0)
+    torch.nn.init.normal_(head.refiner_head.mix_l, std=3)
+    tokens, layers = example(head)
+    a, text = torch.tensor([[7]]), tokens.clone()
+    plain = dflash(head, tokens, layers, 7)[1:]
+    text[0, 8:12] = head.of_target.logits(plain).argmax(-1)
+    passes = []
+    for _ in range(4):
+        text[0, 8:12] = blocks(head, text, layers, 4, a)[0, 0].argmax(-1)
+        passes.append(text[0, 8:12].tolist())
+    chain = tokens.clone()
+    for n in range(4):
+        chain[0, 8 + n] = blocks(head, chain, layers, n + 1, a)[0, 0, n].argmax()
+    assert passes[-1] == chain[0, 8:12].tolist()
+    assert passes[0] != passes[-1]
+
+
+@pytest.mark.parametrize("inner", [None, 8])
+@torch.no_grad()
+def test_lilicorr_is_the_papers(target, inner):
+    """Pair by pair: the cosine of one candidate's ``out`` and the next one's ``in``, of a lattice that PyTorch's own attention reads."""
+    head = makes(LiLiCorr, blocks=2, block_size=4, top_k=3, inner=inner, heads=4, factors=5, scale=7.0)(
+        target
+    )
+    lattice = head.lilicorr
+    torch.manual_seed(0)
+    for p in (
+        lattice.slot_embedding,
+        lattice.rank_embedding,
+        lattice.relative_slot_bias,
+        lattice.same_slot_bias,
+    ):
+        torch.nn.init.normal_(p)
+    tokens, layers = example(head)
+    taps = torch.cat([layers[tap][0, 6] for tap in head.taps])
+    anchor = lattice.anchor_norm(lattice.context_proj(head.hidden_norm(head.fc(taps))))
+    hidden = dflash(head, tokens, layers, 7)[1:]
+    logits = head.of_target.logits(hidden)
+    best = logits.argsort(-1, descending=True)[:, :3]
+    x = []
+    for s, r in product(range(3), range(3)):
+        q = logits[s].log_softmax(-1)[best[s]]
+        about = torch.stack(
+            [q[r], q[r].exp(), q[r] - q[0], torch.tensor(r / 2).double(), torch.tensor(r == 0).double()]
+        )
+        one = lattice.token_proj(head.embed(best[s, r])) + lattice.pass_hidden_proj(hidden[s])
+        one = one + lattice.feature_mlp(lattice.feature_norm(about))
+        x.append(one + lattice.slot_embedding[0, 0, s, 0] + lattice.rank_embedding[0, 0, 0, r])
+    x, bias = torch.stack(x), torch.zeros(4, 9, 9, dtype=torch.float64)
+    for i, j in product(range(9), range(9)):
+        bias[:, i, j] = lattice.relative_slot_bias[:, i // 3 - j // 3 + 3]
+        if i // 3 == j // 3:
+            bias[:, i, j] += lattice.same_slot_bias
+    for layer in lattice.layers:
+        theirs = torch.nn.MultiheadAttention(x.shape[1], 4, batch_first=True, dtype=torch.float64)
+        theirs.load_state_dict(layer.attn.state_dict())
+        normed = layer.attn_norm(x)[None]
+        x = x + theirs(normed, normed, normed, attn_mask=bias)[0][0]
+        x = x + layer.mlp(layer.mlp_norm(x))
+    x = lattice.output_norm(x)
+
+    def cosine(one, other):
+        return torch.nn.functional.cosine_similarity(one, other, 0)
+
+    factor = [
+        torch.nn.functional.silu(lattice.factor_input_proj(torch.cat([one, anchor, one * anchor])))
+        for one in x
+    ]
+    found = blocks(
+        head,
+        tokens.index_put((torch.tensor([0] * 2), torch.tensor([8, 9])), best[[0, 1], [2, 1]]),
+        layers,
+        3,
+        torch.tensor([[7]]),
+    )[0, 0]
+    expected = torch.full_like(found, float("-inf"))
+    for r in range(3):
+        into = [lattice.in_head(factor[3 * s + r]) for s in range(3)]
+        outs = lattice.anchor_out_head(anchor), lattice.out_head(factor[2]), lattice.out_head(factor[3 + 1])
+        for s in range(3):
+            expected[s, best[s, r]] = 7 * cosine(outs[s], into[s])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_lilicorr_in_training_shares_out_what_the_block_gives_to_its_candidates(target):
+    head = makes(LiLiCorr, blocks=2, block_size=4, top_k=3, heads=4)(target)
+    tokens, layers = example(head)
+    found = list(steps(head, tokens, layers, 3, torch.tensor([[7]])))
+    best = found[0].memo.candidates[0, 0]
+    tokens[0, 8] = best[0, 1]  # a candidate, and a token that is none
+    tokens[0, 9] = next(v for v in range(97) if v not in best[1])
+    served = [one.logits[0, 0].softmax(-1) for one in steps(head, tokens, layers, 3, torch.tensor([[7]]))]
+    trained = [one.logits[0, 0].exp() for one in steps(head.train(), tokens, layers, 3, torch.tensor([[7]]))]
+    block = found[0].memo.logits[0, 0].softmax(-1)
+    for s in range(3):
+        mass = block[s, best[s]].sum()
+        torch.testing.assert_close(trained[s][best[s]], served[s][best[s]] * mass, rtol=0, atol=1e-12)
+        torch.testing.assert_close(trained[s].sum(), torch.ones((), dtype=torch.float64))
+        others = torch.ones(97, dtype=torch.bool).index_fill(0, best[s], False)
+        assert torch.equal(trained[s][others].log().isfinite(), torch.ones(94, dtype=torch.bool))
+        torch.testing.assert_close(trained[s][others], block[s, others], rtol=0, atol=1e-12)
+    # After a token that was no candidate the block's order remains.
+    torch.testing.assert_close(
+        served[2][best[2]], block[2, best[2]] / block[2, best[2]].sum(), rtol=0, atol=1e-12
+    )
+
+
 @torch.no_grad()
 def test_peagle_is_one_causal_pass_over_pairs_and_placeholders(target):
     """Against one pass over the whole sequence: committed pairs, then the placeholders, at successive positions."""
@@ -202,6 +359,9 @@ def test_only_a_marginal_head_ignores_the_tokens_of_its_block(target, make):
     tokens, layers = example(head)
     other = tokens.clone()
     other[:, 7:] = (other[:, 7:] + 1) % 97
+    if isinstance(head, LiLiCorr):  # candidates, which alone have scores
+        best = next(steps(head, tokens, layers, 1, torch.tensor([[6]]))).memo.candidates[0, 0]
+        tokens[0, 7:10], other[0, 7:10] = best[:, 0], best[:, 1]
     one, two = (blocks(head, t, layers, 3, torch.tensor([[6]]))[0, 0] for t in (tokens, other))
     assert torch.equal(one[0], two[0])
     assert [torch.equal(*pair) for pair in zip(one[1:], two[1:])] == [head.marginal] * 2
@@ -389,6 +549,20 @@ def test_bad_settings_are_refused(target):
         PEagle.from_target(target, mask_token=-1)
     with pytest.raises(ValueError, match="conv_group is 5: give a divisor of the hidden size, 32"):
         DFlash2.from_target(target, conv_group=5)
+    with pytest.raises(ValueError, match="conv_size is 2 and conv_group 0: give both"):
+        LiLiCorr.from_target(target, conv_size=2)
+    with pytest.raises(
+        ValueError, match="conv_size is 2 and conv_group 5: give both, the group a divisor of"
+    ):
+        LiLiCorr.from_target(target, conv_size=2, conv_group=5)
+    with pytest.raises(ValueError, match="heads is 5: give a divisor of the transformer's width, 32"):
+        LiLiCorr.from_target(target, heads=5)
+    with pytest.raises(ValueError, match="scale is 0: give a number above 0"):
+        LiLiCorr.from_target(target, scale=0)
+    with pytest.raises(ValueError, match="top_k is 0: give at least 1"):
+        LiLiCorr.from_target(target, top_k=0)
+    with pytest.raises(ValueError, match="rank is 0: give at least 1"):
+        XPress.from_target(target, rank=0)
     with pytest.raises(ValueError, match="depth is 0"):
         PEagle.from_target(target, depth=0)
     with pytest.raises(ValueError, match="markov is 'lstm': give one of 'vanilla', 'gated', 'rnn'"):

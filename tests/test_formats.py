@@ -14,7 +14,18 @@ from safetensors.torch import load_file, save_file
 
 import specdec as sd
 from specdec.drafts import heads
-from specdec.drafts.heads import MTP, DFlash, DFlash2, DSpark, Eagle3, Head, Medusa, PEagle
+from specdec.drafts.heads import (
+    MTP,
+    DFlash,
+    DFlash2,
+    DSpark,
+    Eagle3,
+    Head,
+    LiLiCorr,
+    Medusa,
+    PEagle,
+    XPress,
+)
 from specdec.drafts.heads.formats.fields import Fields
 from specdec.drafts.heads.formats.zlab import taps_of
 from specdec.masks import streaming
@@ -92,7 +103,9 @@ def test_speculators_has_read_what_is_written_here(tmp_path, model, case):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("case", ["eagle3", "peagle", "dflash-anchor", "dflash2", "dspark-rnn", "mtp"])
+@pytest.mark.parametrize(
+    "case", ["eagle3", "peagle", "dflash-anchor", "dflash2", "dspark-rnn", "mtp", "xpress"]
+)
 def test_a_head_of_speculators_drafts(model, case):
     plain = sd.decoder(sd.HFModel(model)).greedy().build().generate([[1, 2, 3], [4] * 9], 12)
     draft = Head(heads.load(FOLDER / case, model))
@@ -172,8 +185,51 @@ EAGLE = {
     "rms_norm_eps": 1e-5,
 }
 OWN_HEAD = {"norm": [16], "lm_head": [20, 16]}
+CONVOLUTIONS = {
+    f"layers.{i}.{name}": shape
+    for i in range(2)
+    for kind in ("attention_conv", "mlp_conv")
+    for name, shape in ((f"{kind}.base_kernel:", [2, 2, 16]), (f"{kind}.kernel_projection", [16, 16]))
+}
+LATTICE = {
+    f"lilicorr_{name}": value
+    for name, value in {
+        "enabled": True, "candidate_topk": 4, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "mlp_ratio": 1.5, "factor_dim": 3,
+        "vector_eps": 1e-6, "logit_scale": 3.0,
+    }.items()
+}  # fmt: skip
 
-# name -> config, tensors (without ".weight"), the class, its taps, some of its settings
+
+def correlator(**mlps):
+    """The tensors of a LiLiCorr head; ``mlps``: the names of the parts of its MLPs."""
+    linear = {
+        "token_proj": [8, 16], "pass_hidden_proj": [8, 16], "context_proj": [8, 16], "factor_input_proj": [8, 24], "out_head": [3, 8],
+        "in_head": [3, 8], "anchor_out_head": [3, 8], "layers.0.attn.out_proj": [8, 8], mlps["up"]: [8, 5], mlps["down"]: [8, 8],
+        mlps["layer_up"]: [12, 8], mlps["layer_down"]: [8, 12],
+    }  # fmt: skip
+    found = {
+        name: shape
+        for part, shape in linear.items()
+        for name, shape in ((part, shape), (f"{part}.bias", shape[:1]))
+    }
+    found |= {mlps["norm"]: [5], f"{mlps['norm']}.bias": [5]}
+    found |= {name: [8] for name in ("output_norm", "anchor_norm", "layers.0.attn_norm", "layers.0.mlp_norm")}
+    found |= {
+        "slot_embedding:": [1, 1, 3, 1, 8], "rank_embedding:": [1, 1, 1, 4, 8], "relative_slot_bias:": [2, 7], "same_slot_bias:": [2],
+        "layers.0.attn.in_proj_weight:": [24, 8], "layers.0.attn.in_proj_bias:": [24],
+    }  # fmt: skip
+    return within("lilicorr", found)
+
+
+VLLM = {
+    "up": "feature_mlp.up_proj", "down": "feature_mlp.down_proj", "norm": "feature_norm", "layer_up": "layers.0.mlp.up_proj",
+    "layer_down": "layers.0.mlp.down_proj",
+}  # fmt: skip
+MODELOPT = {
+    "up": "feature_mlp.1", "down": "feature_mlp.3", "norm": "feature_mlp.0", "layer_up": "layers.0.mlp.0", "layer_down": "layers.0.mlp.2",
+}  # fmt: skip
+
+# name -> config, tensors (without ".weight", or with a colon where they have no such ending), the class, its taps, some of its settings
 LAYOUTS = {
     "SafeAILab": (
         {**EAGLE, "architectures": ["LlamaForCausalLM"], "torch_dtype": "float16", "pad_token_id": 0},
@@ -213,6 +269,50 @@ LAYOUTS = {
         {**Z_LAB, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3, "dflash_config": {"block_size": 4, "mask_token_id": 63}},
         flash(3),
         DFlash, (2, 4, 6), {"block_size": 4, "blocks": 3},
+    ),
+    "z-lab, DFlash2": (
+        {
+            **Z_LAB, "architectures": ["DFlash2DraftModel"], "is_causal": False,
+            "dflash_config": {
+                **INNER, "block_size": 4, "projector_type": "dflash2", "causal": False, "conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 5,
+                "selector_top_k": 6,
+            },
+        },
+        {
+            **flash(2), **CONVOLUTIONS, "candidate_selector.predecessor_codebook:": [64, 5], "candidate_selector.successor_codebook:": [64, 5],
+            "candidate_selector.hidden_projection": [5, 16],
+        },
+        DFlash2, (2, 4, 6), {"block_size": 4, "conv_group": 4, "rank": 5, "top_k": 6},
+    ),
+    "vLLM, LiLiCorr": (
+        {
+            **Z_LAB, "architectures": ["LiLiCorrDraftModel"], "block_size": 4, "has_own_lm_head": False,
+            "dflash_config": {**INNER, **LATTICE, "block_size": 4},
+        },
+        {**flash(2), **correlator(**VLLM)},
+        LiLiCorr, (2, 4, 6), {"top_k": 4, "inner": 8, "scale": 3.0, "conv_size": 0, "own_head": False},
+    ),
+    "ModelOpt, LiLiCorr": (
+        {
+            **Z_LAB, "architectures": ["LiLiCorrDraftModel"], "block_size": 4,
+            "dflash_config": {
+                **INNER, **LATTICE, "projector_type": "lilicorr", "causal": False, "conv_kernel_size": 2, "conv_group_size": 4,
+            },
+        },
+        {**flash(2), **CONVOLUTIONS, **correlator(**MODELOPT)},
+        LiLiCorr, (2, 4, 6), {"heads": 2, "layers": 1, "mlp_ratio": 1.5, "factors": 3, "conv_size": 2, "conv_group": 4},
+    ),
+    "XPress": (
+        {
+            **Z_LAB, "architectures": ["Qwen3XPressModel"], "block_size": 4, "sample_from_anchor": False, "dflash_config": INNER, "xpress_rank": 5,
+            "xpress_mlp_hidden": 15, "xpress_block_size": 4, "xpress_num_passes": 3, "draft_vocab_size": 64,
+        },
+        {
+            **flash(2), "xpress_head.w1": [64, 5], "xpress_head.w2": [64, 5], "xpress_head.down_h": [5, 16], "xpress_head.down_g": [5, 16],
+            "xpress_head.in_proj": [5, 15], "xpress_head.mix.L:": [5, 4, 4], "xpress_head.mlp.gate_proj": [15, 5], "xpress_head.mlp.up_proj": [15, 5],
+            "xpress_head.mlp.down_proj": [5, 15],
+        },
+        XPress, (2, 4, 6), {"rank": 5, "mlp_ratio": 3, "anchor_first": False},
     ),
     "DeepSpec, DSpark": (
         {
@@ -259,6 +359,16 @@ RENAMED = (
     (r"^encoder\.output_norm_enc", "hidden_norm"),
     (r"^(\d\.0\.linear)", r"layers.\1"),
     (r"^(\d)\.1\.weight", r"lm_heads.\1.weight"),
+    (r"^lilicorr\.feature_mlp\.0", "lilicorr.feature_norm"),
+    (r"^(lilicorr\.feature_mlp)\.1", r"\1.up_proj"),
+    (r"^(lilicorr\.feature_mlp)\.3", r"\1.down_proj"),
+    (r"^(lilicorr\.layers\.0\.mlp)\.0", r"\1.up_proj"),
+    (r"^(lilicorr\.layers\.0\.mlp)\.2", r"\1.down_proj"),
+    (r"^xpress_head\.w1", "refiner_head.token_embed"),
+    (r"^xpress_head\.w2", "refiner_head.readout"),
+    (r"^xpress_head\.mix\.L", "refiner_head.mix_l"),
+    (r"^xpress_head\.mlp\.(\w+)_proj", r"refiner_head.mlp_\1"),
+    (r"^xpress_head", "refiner_head"),
 )
 REDUCED = ("SafeAILab", "SpecForge, EAGLE-3.1", "SpecForge, P-EAGLE")
 
@@ -268,7 +378,10 @@ def written(folder, name, config=(), tensors=(), without=()):
     fields, shapes, *_ = LAYOUTS[name]
     draw = torch.Generator().manual_seed(5)
     found = {
-        f"{n}.weight" if n[-4:] not in ("bias", "dden") else n: torch.randn(s, generator=draw) * 0.3
+        f"{n}.weight" if n[-4:] not in ("bias", "dden") and n[-1] != ":" else n.rstrip(":"): torch.randn(
+            s, generator=draw
+        )
+        * 0.3
         for n, s in shapes.items()
     }
     if name in REDUCED:
@@ -448,6 +561,19 @@ WRONG = {
         {"config": {"enable_confidence_head": True}},
         "no Markov head",
     ),
+    "a part of a reranker": (
+        "vLLM, LiLiCorr",
+        {"config": {"dflash_config": {**INNER, **LATTICE, "lilicorr_logit_scale": None}}},
+        r"lacks dflash_config\.lilicorr_logit_scale",
+    ),
+    "a reranker that is off": (
+        "vLLM, LiLiCorr",
+        {"config": {"dflash_config": {**INNER, **LATTICE, "lilicorr_enabled": False}}},
+        "lilicorr_enabled is False",
+    ),
+    "a refiner of other blocks": ("XPress", {"config": {"xpress_block_size": 8}}, "xpress_block_size is 8"),
+    "a width of a refiner": ("XPress", {"config": {"xpress_mlp_hidden": 12}}, "xpress_mlp_hidden is 12 and"),
+    "a refiner of some tokens": ("XPress", {"config": {"draft_vocab_size": 20}}, "draft_vocab_size is 20"),
     "another class": (
         "z-lab",
         {"config": {"architectures": ["Gemma4DSparkModel"]}},

@@ -10,7 +10,19 @@ from tiny import tiny
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import specdec as sd
-from specdec.drafts.heads import MTP, Chain, DFlash, DFlash2, DSpark, Eagle3, Head, PEagle, captured
+from specdec.drafts.heads import (
+    MTP,
+    Chain,
+    DFlash,
+    DFlash2,
+    DSpark,
+    Eagle3,
+    Head,
+    LiLiCorr,
+    PEagle,
+    XPress,
+    captured,
+)
 from specdec.executors import whole_rounds
 from specdec.masks import Causal, Sinks, Strided, Window, streaming
 
@@ -22,6 +34,8 @@ HEADS = {
     "dflash": (DFlash, {"blocks": 2, "block_size": 14}),
     "dspark": (DSpark, {"blocks": 1, "block_size": 4, "rank": 16}),
     "dflash2": (DFlash2, {"blocks": 2, "block_size": 5, "rank": 16, "top_k": 6}),
+    "lilicorr": (LiLiCorr, {"blocks": 2, "block_size": 5, "top_k": 6}),
+    "xpress": (XPress, {"blocks": 2, "block_size": 5, "rank": 16}),
     "strided": (Eagle3, {"mask": Causal() & (Window(3) | Strided(4) | Sinks(1)), "blocks": 2}),
     "strided block": (DFlash, {"mask": Causal() & (Window(3) | Strided(4)), "blocks": 1, "block_size": 5}),
     "window": (Eagle3, {"mask": streaming(6, 2)}),

@@ -22,8 +22,10 @@ from specdec.drafts.heads import (
     Eagle3,
     Head,
     HeadModel,
+    LiLiCorr,
     Medusa,
     PEagle,
+    XPress,
 )
 from specdec.drafts.heads.layers import Attention, Rotary, config_like
 from specdec.drafts.spire import SpireModel
@@ -117,6 +119,8 @@ MADE = {
     "dflash, sliding": makes(DFlash, blocks=3, block_size=4, windows=[3, None, 6]),
     "mtp": makes(MTP, ("final",)),
     "medusa": makes(Medusa, ("final",), heads=3, blocks=2),
+    "lilicorr": makes(LiLiCorr, blocks=2, block_size=4, top_k=6, heads=4, factors=5),
+    "xpress": makes(XPress, blocks=2, block_size=4, rank=5),
 }
 OTHERS = {
     "dflash2, anchor first, window": makes(
@@ -153,6 +157,27 @@ OTHERS = {
     "eagle3, sliding": makes(Eagle3, (0, 2, "final"), blocks=2, windows=[4, None]),
     "eagle3, sliding, window": makes(Eagle3, blocks=2, windows=[4, 2], mask=streaming(5, 1)),
     "peagle, sliding": makes(PEagle, blocks=2, depth=4, windows=[None, 5]),
+    "lilicorr, anchor first, convolutions, window": makes(
+        LiLiCorr,
+        blocks=1,
+        block_size=3,
+        anchor_first=True,
+        top_k=50,
+        inner=6,
+        heads=3,
+        layers=1,
+        factors=4,
+        conv_size=2,
+        conv_group=8,
+        mask=streaming(5, 1),
+    ),
+    "lilicorr, sliding": makes(
+        LiLiCorr, blocks=2, block_size=4, top_k=1, heads=2, factors=3, windows=[3, None]
+    ),
+    "xpress, anchor first, window": makes(
+        XPress, blocks=1, block_size=3, anchor_first=True, rank=4, mlp_ratio=1, mask=streaming(5, 1)
+    ),
+    "xpress, sliding": makes(XPress, blocks=2, block_size=4, rank=4, windows=[None, 3]),
     "dspark, gated": makes(
         DSpark, blocks=1, block_size=4, anchor_first=False, rank=4, markov="gated", confidence=False
     ),

@@ -8,7 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.drafts.heads import MTP, DFlash, DFlash2, DSpark, Eagle3, HeadModel, Medusa, PEagle
+from specdec.drafts.heads import (
+    MTP,
+    DFlash,
+    DFlash2,
+    DSpark,
+    Eagle3,
+    HeadModel,
+    LiLiCorr,
+    Medusa,
+    PEagle,
+    XPress,
+)
 from specdec.drafts.heads.features import Tap
 from specdec.models.fingerprint import unwrapped
 from specdec.training.losses import ByDepth, CombinedLoss, HardLoss, MixedLoss
@@ -72,6 +83,8 @@ class Kind:
             settings["blocks"] = blocks or max(1, min(self.blocks, config.num_hidden_layers // 4))
         if self.head is DFlash2:
             settings["conv_group"] = math.gcd(16, config.hidden_size)
+        if self.head is LiLiCorr:
+            settings["heads"] = math.gcd(8, config.hidden_size)
         return self.head.from_target(target, taps, seed=seed, **settings)
 
     def loss(self, name: str, head: HeadModel) -> ByDepth:
@@ -133,8 +146,10 @@ KINDS = {
         5,
         takes=BOTH,
     ),
+    "lilicorr": Kind(LiLiCorr, 7, ("block_size", 1), FLASH, None, 5, takes=("mask_token",)),
+    "xpress": Kind(XPress, 7, ("block_size", 1), FLASH, None, 5, takes=BOTH),
 }
-"""The library's heads, by the names that recipes give them. With a mask token ``heads.export`` has a layout for all of them but Medusa."""
+"""The library's heads, by the names that recipes give them. With a mask token ``heads.export`` has a layout for all of them but Medusa and LiLiCorr."""
 
 RESERVED = re.compile(r"[<\[].*(reserved|unused)", re.IGNORECASE)
 

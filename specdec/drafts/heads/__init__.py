@@ -10,12 +10,14 @@ from specdec.drafts.heads.dynamic_tree import DynamicTree
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import Features, committed, fresh
 from specdec.drafts.heads.formats.export import export
+from specdec.drafts.heads.lilicorr import LiLiCorr
 from specdec.drafts.heads.load import load
 from specdec.drafts.heads.medusa import Medusa
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.mtp import MTP
 from specdec.drafts.heads.peagle import PEagle
 from specdec.drafts.heads.static_tree import StaticTree
+from specdec.drafts.heads.xpress import XPress
 
 __all__ = [
     "MTP",
@@ -29,9 +31,11 @@ __all__ = [
     "Features",
     "Head",
     "HeadModel",
+    "LiLiCorr",
     "Medusa",
     "PEagle",
     "StaticTree",
+    "XPress",
     "committed",
     "export",
     "fresh",

@@ -78,14 +78,20 @@ class DFlash(HeadModel):
         last = max(1, blocks - 3)  # counted from 0, as z-lab does
         return sorted({min(1 + round(1 + (last - 1) * i / 4), blocks) for i in range(5)})
 
-    def read(self, features: Features, go: Pass) -> None:
+    def read(self, features: Features, go: Pass) -> Tensor | None:
         """As ``HeadModel.read``: every layer's keys and values come from the same projection, and nothing is carried."""
+        self.stored(features, go)
+        return None
+
+    def stored(self, features: Features, go: Pass) -> Tensor:
+        """``read``, and what the layers read of each position ``[..., E]``."""
         taps = torch.cat([features.layers[tap] for tap in self.taps], -1)
         context = self.hidden_norm(self.product(taps, self.fc))
         angles = self.rotary(go.positions, context)
         for layer, block in enumerate(self.layers):
             attention: Any = block.self_attn
             attention.keep(context, angles, layer, go)
+        return context
 
     def step(self, n: int, memo: Any, token: Tensor, at: Anchors) -> tuple[Tensor, Any]:
         """As ``HeadModel.step``: the memo is the logits of the whole block, ``[..., longest, outputs]``."""
@@ -95,6 +101,10 @@ class DFlash(HeadModel):
 
     def fill(self, token: Tensor, at: Anchors) -> Tensor:
         """The block that follows ``token [...]`` at the anchors: the normed outputs of the slots that predict, ``[..., longest, E]``."""
+        return self.norm(self.block(token, at)[..., self.first :, :])
+
+    def block(self, token: Tensor, at: Anchors) -> Tensor:
+        """As ``fill``, of all slots, before the norm: ``[..., block_size, E]``."""
         known = self.embed(token)[..., None, :]
         masks = self.mask_embedding(self.embed).expand(*token.shape, self.block_size - 1, -1)
         x = torch.cat([known, masks], -2)
@@ -102,4 +112,4 @@ class DFlash(HeadModel):
         angles = self.rotary(go.positions, x)
         for layer, (block, within) in enumerate(zip(self.layers, passes(go, self.sights), strict=True)):
             x = block(x, angles, layer, within)
-        return self.norm(x[..., self.first :, :])
+        return x

@@ -19,17 +19,29 @@ from specdec.drafts.heads.dspark import DSpark
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import Tap
 from specdec.drafts.heads.formats import layout_of, read
+from specdec.drafts.heads.lilicorr import LiLiCorr
 from specdec.drafts.heads.medusa import Medusa
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.mtp import MTP
 from specdec.drafts.heads.peagle import PEagle
 from specdec.drafts.heads.stored import FILE
+from specdec.drafts.heads.xpress import XPress
 from specdec.drafts.hub import folder_of
 from specdec.models.fingerprint import unwrapped
 from specdec.models.load import check_hub_name
 from specdec.zoo import files as zoo
 
-HEADS: tuple[type[HeadModel], ...] = (Eagle3, PEagle, MTP, Medusa, DFlash, DFlash2, DSpark)
+HEADS: tuple[type[HeadModel], ...] = (
+    Eagle3,
+    PEagle,
+    MTP,
+    Medusa,
+    DFlash,
+    DFlash2,
+    DSpark,
+    LiLiCorr,
+    XPress,
+)
 """The library's own heads, which are loaded from folders by name; a head of your own is loaded by its class."""
 
 

@@ -11,17 +11,29 @@ from specdec.drafts.heads.features import Tap
 from specdec.drafts.heads.formats.deepspec import DEEPSPEC
 from specdec.drafts.heads.formats.fields import Fields
 from specdec.drafts.heads.formats.files import config_of, tensors_of
+from specdec.drafts.heads.formats.lilicorr import LILICORR
 from specdec.drafts.heads.formats.medusa import MEDUSA
 from specdec.drafts.heads.formats.plan import Format, built
 from specdec.drafts.heads.formats.safeailab import SAFEAILAB
 from specdec.drafts.heads.formats.specforge import SPECFORGE
 from specdec.drafts.heads.formats.speculators import SPECULATORS
 from specdec.drafts.heads.formats.transformers import TRANSFORMERS
+from specdec.drafts.heads.formats.xpress import XPRESS
 from specdec.drafts.heads.formats.zlab import ZLAB
 from specdec.drafts.heads.model import HeadModel
 from specdec.forward.ends import Ends
 
-FORMATS: tuple[Format, ...] = (SPECULATORS, SPECFORGE, DEEPSPEC, ZLAB, TRANSFORMERS, SAFEAILAB, MEDUSA)
+FORMATS: tuple[Format, ...] = (
+    SPECULATORS,
+    SPECFORGE,
+    DEEPSPEC,
+    ZLAB,
+    LILICORR,
+    XPRESS,
+    TRANSFORMERS,
+    SAFEAILAB,
+    MEDUSA,
+)
 COUNTED_FROM_0 = (
     "target_layer_ids",
     "dflash_config.target_layer_ids",

@@ -20,12 +20,20 @@ from specdec.drafts.heads.formats.body import fields_of
 from specdec.drafts.heads.formats.files import INDEX
 from specdec.drafts.heads.formats.plan import EMBEDDING, HEAD
 from specdec.drafts.heads.formats.specforge_export import specforge_config, specforge_tensors
-from specdec.drafts.heads.formats.speculators import CONFIDENCE, CONVOLUTIONS, FLAGS, MARKOV, MTP_NAMES
+from specdec.drafts.heads.formats.speculators import (
+    CONFIDENCE,
+    CONVOLUTIONS,
+    FLAGS,
+    MARKOV,
+    MTP_NAMES,
+    REFINER,
+)
 from specdec.drafts.heads.load import is_checkpoint
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.mtp import MTP
 from specdec.drafts.heads.peagle import PEagle
 from specdec.drafts.heads.stored import FILE
+from specdec.drafts.heads.xpress import XPress
 from specdec.models.fingerprint import unwrapped
 
 VERSION = "0.9.0"  # of the layout that is written
@@ -35,6 +43,7 @@ KINDS: dict[type[HeadModel], str] = {
     DFlash: "dflash",
     DFlash2: "dflash2",
     DSpark: "dspark",
+    XPress: "xpress",
     MTP: "mtp",
 }
 EAGLE = ("eagle3", "peagle")
@@ -174,7 +183,7 @@ def _flags(head: HeadModel, kind: str) -> dict[str, Any]:
         "sample_from_anchor": settings["anchor_first"],
         "sliding_window_non_causal": sliding and not settings["windows_causal"],
     }
-    more = {"dspark": {**MARKOV, **CONFIDENCE}, "dflash2": CONVOLUTIONS}.get(kind, {})
+    more = {"dspark": {**MARKOV, **CONFIDENCE}, "dflash2": CONVOLUTIONS, "xpress": REFINER}.get(kind, {})
     return {**shared, **found, **{theirs: settings[mine] for mine, theirs in more.items()}}
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of vLLM's library speculators (0.9): EAGLE-3, P-EAGLE, DFlash, DFlash2, DSpark and MTP.
+"""Checkpoints of vLLM's library speculators (0.9): EAGLE-3, P-EAGLE, DFlash, DFlash2, DSpark, XPress and MTP.
 
 Tensors have the names of our classes, except MTP's. The body's config is a field, ``transformer_layer_config``. Ids of layers are counted as here: ``l`` is
 the output of block ``l``.
@@ -21,6 +21,7 @@ from specdec.drafts.heads.formats.fields import Fields
 from specdec.drafts.heads.formats.plan import RESIDUAL, Format, Plan
 from specdec.drafts.heads.mtp import MTP
 from specdec.drafts.heads.peagle import PEagle
+from specdec.drafts.heads.xpress import XPress
 
 FLAGS = ("fc_norm", "norm_before_fc", "norm_output", RESIDUAL)
 MARKOV = {"rank": "markov_rank", "markov": "markov_head_type"}
@@ -31,6 +32,7 @@ CONVOLUTIONS = {
     "rank": "selector_rank",
     "top_k": "selector_top_k",
 }
+REFINER = {"rank": "xpress_rank", "mlp_ratio": "xpress_mlp_ratio"}
 MTP_NAMES = {
     "mtp_layers.0.input_proj.": "layers.0.eh_proj.",
     "mtp_layers.0.token_layernorm.": "layers.0.enorm.",
@@ -143,6 +145,15 @@ def _dflash2(fields: Fields, layer: Fields, config: Any, blocks: int) -> Plan:
     return Plan(DFlash2, config, made.taps, {**made.settings, **found}, drop=VERIFIER)
 
 
+def _xpress(fields: Fields, layer: Fields, config: Any, blocks: int) -> Plan:
+    """``num_jacobi_passes`` is an engine's; the tokens are drawn one after another here."""
+    made = _dflash(fields, layer, config, blocks)
+    fields.skip("num_jacobi_passes")
+    default = {"xpress_rank": 256, "xpress_mlp_ratio": 2}
+    found = {name: fields.get(theirs, default[theirs]) for name, theirs in REFINER.items()}
+    return Plan(XPress, config, made.taps, {**made.settings, **found}, drop=VERIFIER)
+
+
 def _mtp(fields: Fields, layer: Fields, config: Any, blocks: int) -> Plan:
     """Trained on the state before the final norm or after it, which the checkpoint does not say; engines feed the latter."""
     fields.only("num_nextn_predict_layers", 1)
@@ -156,6 +167,7 @@ KINDS = {
     "dflash": _dflash,
     "dflash2": _dflash2,
     "dspark": _dspark,
+    "xpress": _xpress,
     "mtp": _mtp,
 }
 SPECULATORS = Format("speculators", lambda config: "speculators_model_type" in config, plan)

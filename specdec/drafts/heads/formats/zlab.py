@@ -1,4 +1,4 @@
-"""DFlash checkpoints of z-lab, which SpecForge writes, too. They have no embedding and no output matrix: the target's are used.
+"""Checkpoints of z-lab: DFlash, which SpecForge writes, too, and DFlash2. They have no embedding and no output matrix: the target's are used.
 
 Ids of layers are counted from 0: ``i`` is the output of block ``i + 1``.
 """
@@ -6,28 +6,46 @@ Ids of layers are counted from 0: ``i`` is the output of block ``i + 1``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from specdec.drafts.heads.dflash import DFlash
+from specdec.drafts.heads.dflash2 import DFlash2
 from specdec.drafts.heads.formats.body import body_of, windows_of
 from specdec.drafts.heads.formats.fields import Fields
 from specdec.drafts.heads.formats.plan import Format, Plan
+from specdec.drafts.heads.formats.speculators import CONVOLUTIONS
 
 
 def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size: int) -> Plan:
     """As ``Format.plan``.
 
     Raises:
+        ValueError: as ``flash``.
+    """
+    if fields.get("architectures") == ["DFlashDraftModel"]:
+        return flash(fields, blocks, vocab_size, "dflash")[0]
+    made, more = flash(fields, blocks, vocab_size, "dflash2")
+    found = {name: more.need(theirs) for name, theirs in CONVOLUTIONS.items()}
+    return replace(made, kind=DFlash2, settings={**made.settings, **found})
+
+
+def flash(fields: Fields, blocks: int, vocab_size: int, projector: str) -> tuple[Plan, Fields]:
+    """The plan of a DFlash block, and the fields of ``dflash_config``.
+
+    Args:
+        projector: the ``projector_type`` that some configs name.
+    Raises:
         ValueError: the head is of a target with another number of blocks, or as ``body_of``.
     """
     more = fields.inside("dflash_config", needed=True)
-    more.only("projector_type", None, "dflash")
+    more.only("projector_type", None, projector)
     config = body_of(fields, vocab_size, blocks, windows=True)
     layers = config.num_hidden_layers
     settings = {**block_of(fields, more, layers), **sight_of(fields, more, layers)}
-    return Plan(DFlash, config, taps_of(fields, more, layers, blocks), settings)
+    return Plan(DFlash, config, taps_of(fields, more, layers, blocks), settings), more
 
 
 def sight_of(fields: Fields, more: Fields, layers: int) -> dict[str, Any]:
@@ -92,4 +110,8 @@ def counted_from_0(ids: Sequence[int], blocks: int, source: str) -> list[int]:
     return [i + 1 for i in ids]
 
 
-ZLAB = Format("z-lab/dflash", lambda config: config.get("architectures") == ["DFlashDraftModel"], plan)
+ZLAB = Format(
+    "z-lab/dflash",
+    lambda config: config.get("architectures") in (["DFlashDraftModel"], ["DFlash2DraftModel"]),
+    plan,
+)

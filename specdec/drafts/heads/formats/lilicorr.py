@@ -1,0 +1,60 @@
+"""Checkpoints of LiLiCorr in z-lab's layout, as vLLM reads and NVIDIA's ModelOpt writes them. ModelOpt numbers the layers of MLPs, which vLLM names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from specdec.drafts.heads.formats.fields import Fields
+from specdec.drafts.heads.formats.plan import Format, Plan
+from specdec.drafts.heads.formats.zlab import flash
+from specdec.drafts.heads.lilicorr import LiLiCorr
+
+SETTINGS = {
+    "top_k": "lilicorr_candidate_topk",
+    "layers": "lilicorr_num_layers",
+    "heads": "lilicorr_num_heads",
+    "mlp_ratio": "lilicorr_mlp_ratio",
+    "factors": "lilicorr_factor_dim",
+    "vector_eps": "lilicorr_vector_eps",
+    "scale": "lilicorr_logit_scale",
+}
+
+
+def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size: int) -> Plan:
+    """As ``Format.plan``.
+
+    Raises:
+        ValueError: as ``zlab.flash``; or a field is missing, also one of those that change no shape.
+    """
+    made, more = flash(fields, blocks, vocab_size, "lilicorr")
+    fields.skip("has_own_lm_head")  # its tensor says so
+    more.only("lilicorr_enabled", True)
+    found = {name: more.need(theirs) for name, theirs in SETTINGS.items()}
+    found |= {
+        "inner": more.get("lilicorr_hidden_size") or None,
+        "conv_size": more.get("conv_kernel_size", 0),
+        "conv_group": more.get("conv_group_size", 0),
+    }
+    numbered = "lilicorr.feature_mlp.0.weight" in tensors
+    names = of_modelopt(found["layers"]) if numbered else {}
+    return replace(made, kind=LiLiCorr, settings={**made.settings, **found}, names=names)
+
+
+def of_modelopt(layers: int) -> dict[str, str]:
+    """ModelOpt's names -> vLLM's."""
+    start = "lilicorr.feature_mlp."
+    names = {
+        f"{start}0.": "lilicorr.feature_norm.",
+        f"{start}1.": f"{start}up_proj.",
+        f"{start}3.": f"{start}down_proj.",
+    }
+    for i in range(layers):
+        mlp = f"lilicorr.layers.{i}.mlp."
+        names |= {f"{mlp}0.": f"{mlp}up_proj.", f"{mlp}2.": f"{mlp}down_proj."}
+    return names
+
+
+LILICORR = Format("LiLiCorr", lambda config: config.get("architectures") == ["LiLiCorrDraftModel"], plan)
