@@ -5,8 +5,8 @@
 The text is the mixture that pocket-target and pocket-spire were trained on. The target's activations are recorded once for all drafts, in
 bf16 in the work folder, about 3.6 GB a million tokens. Every head begins with new weights and uses the target's embedding and output matrix. The
 same command continues an interrupted run; finished drafts are exported into specdec/zoo with a model card. --drafts also takes
-pocket-spire-equal and pocket-vanilla-equal, a SPIRe draft and a small language model, trained on the same tokens. For a target and
-text of your own, and for P-EAGLE, DFlash2, LiLiCorr and XPress, there is recipes/train_head.py.
+pocket-dflash2, pocket-lilicorr and pocket-xpress, more heads of the DFlash kind, and pocket-spire-equal and pocket-vanilla-equal, a SPIRe draft and a
+small language model, all trained on the same tokens. For a target and text of your own, and for P-EAGLE, there is recipes/train_head.py.
 """
 
 from __future__ import annotations
@@ -54,6 +54,14 @@ HEADS = {
     "pocket-dflash": Member("dflash", 7, 192, {"blocks": 2, "block_size": 8}),
     "pocket-dspark": Member("dspark", 7, 192, {"blocks": 2, "block_size": 7, "rank": 64}),
 }
+MORE = {
+    "pocket-dflash2": Member("dflash2", 7, 192, {"blocks": 2, "block_size": 8, "rank": 64}),
+    "pocket-lilicorr": Member(
+        "lilicorr", 7, 192, {"blocks": 2, "block_size": 8, "inner": 96, "heads": 4, "factors": 32}
+    ),
+    "pocket-xpress": Member("xpress", 7, 192, {"blocks": 2, "block_size": 8, "rank": 64}),
+}
+"""Heads that the package does not contain."""
 OTHERS = {"pocket-spire-equal": "spire", "pocket-vanilla-equal": "distilled_vanilla"}
 LAYERS = (2, 3, 4, 5, 6, 7)  # what heads read by default of a target of 8 blocks, and SPIRe's two
 
@@ -77,7 +85,7 @@ def chosen(s: Settings, name: str, target: Any) -> tuple[Any, Any, Any]:
     if name in OTHERS:
         variant = variants()[OTHERS[name]]
         return started(variant, target, s.seed), variant.forward, variant.loss
-    member = HEADS[name]
+    member = (HEADS | MORE)[name]
     kind = KINDS[member.kind]
     head = kind.head.from_target(target, seed=s.seed, **member.settings)
     lacking = [tap for tap in head.taps if tap != "final" and tap not in LAYERS]
@@ -144,7 +152,7 @@ def card(s: Settings, name: str, draft: Any, report: Trained) -> str:
         f"**Training.** {report.tokens / 1e6:.2f} M tokens of the pocket corpus ({shares}), length 1024, in {report.seconds / 60:.0f} minutes on one",
         f"shared CPU core ({made['processor']}). Forward `{forward}`, loss `{loss}`. Muon (lr {s.muon_lr:g}) for the matrices, AdamW (lr "
         f"{s.adam_lr:g}) for the rest, {arithmetic(report.settings.precision)},",
-        f"batch {s.batch}, seed {s.seed}. torch {made['versions']['torch']}. The recipe trains {', '.join((*HEADS, *OTHERS))}",
+        f"batch {s.batch}, seed {s.seed}. torch {made['versions']['torch']}. The recipe trains {', '.join((*HEADS, *MORE, *OTHERS))}",
         "with the same tokens in the same order.",
         "",
         "```",
@@ -160,7 +168,7 @@ def card(s: Settings, name: str, draft: Any, report: Trained) -> str:
 
 
 def main(s: Settings) -> None:
-    known = {**HEADS, **OTHERS}
+    known = {**HEADS, **MORE, **OTHERS}
     unknown = [name for name in s.drafts if name not in known]
     if unknown:
         raise SystemExit(f"--drafts {unknown[0]}: there are {', '.join(known)}")

@@ -141,7 +141,7 @@ def test_the_comparison(tmp_path, monkeypatch, capsys):
     mine = {(row["batch"], row["method"]): row for row in rows if row["engine"] == "specdec"}
     for place, row in theirs.items():
         over = mine[place]["tokens_per_second"] / row["tokens_per_second"]
-        assert row["ratio_low"] - 1e-6 <= over <= row["ratio_high"] + 1e-6  # the median of two, by a constant
+        assert row["ratio_low"] - 1e-4 <= over <= row["ratio_high"] + 1e-4  # the median of two, by a constant
     assert "version: 7\nCPU : AVX2 = 1\n" in capsys.readouterr().out
 
 
