@@ -15,7 +15,7 @@ from specdec.audit.adversaries import Remembers
 from specdec.audit.certify import certify
 from specdec.cost.rounds import RoundTable
 from specdec.selectors import Planner
-from specdec.selectors.kinds import ByTemperature, Product
+from specdec.selectors.kinds import ByTemperature, Product, kinds_of
 from specdec.selectors.planner import KEEP, READ
 from specdec.types import Feedback
 
@@ -276,6 +276,10 @@ def test_kinds_of_requests_have_chances_of_their_own():
 
 def test_a_kind_for_every_row():
     part = selector(kind=lambda now: ["all"])
+    with pytest.raises(TypeError, match="kind is 5: give a function of a Context"):
+        kinds_of(5, None)
+    with pytest.raises(TypeError, match="kind gave None: give a list"):
+        kinds_of(lambda context: None, None)
     with pytest.raises(ValueError, match="kind gave 1 kinds for 3 rows"):
         choose(part, part.init(5), context([10] * 3))
 

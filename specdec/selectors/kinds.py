@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from specdec.arguments import listed
@@ -37,9 +37,16 @@ def kinds_of(kind: Kind, context: Context) -> list[Hashable]:
     """What ``kind`` says of the rows of ``context``.
 
     Raises:
-        ValueError: it did not give one kind for each row.
+        TypeError: it is no function, or gave nothing to go through. ValueError: it did not give one kind for each row.
     """
-    said = list(listed(kind(context)))
+    if not callable(kind):
+        raise TypeError(
+            f"kind is {kind!r}: give a function of a Context, which returns the kind of each of its rows"
+        )
+    said = listed(kind(context))
+    if not isinstance(said, Iterable):
+        raise TypeError(f"kind gave {said!r}: give a list, with the kind of each row")
+    said = list(said)
     if len(said) != context.batch:
         raise ValueError(f"kind gave {len(said)} kinds for {context.batch} rows: give one for each row")
     return said
