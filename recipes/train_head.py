@@ -2,7 +2,7 @@
 
     python recipes/train_head.py --head eagle3 --target FOLDER_OR_HUB_ID --dataset TEXT --output my-head
 
-Heads are eagle3, peagle (P-EAGLE), mtp, medusa, dflash, dflash2, dspark, lilicorr and xpress; the target is any causal LM that heads support. The text is a file (.txt,
+Heads are eagle3, peagle (P-EAGLE), mtp, medusa, dflash, dflash2, dspark, domino, lilicorr and xpress; the target is any causal LM that heads support. The text is a file (.txt,
 .jsonl, .json, .csv, .parquet), a folder or a data set of the hub. --column names the column of the texts, or of lists of chat messages, which the
 tokenizer's chat template makes into text; of these the head learns what the assistant wrote. The first sequences are held out (or those of
 --validation-dataset): tau on them is printed for the new head, as it trains, and at the end.
@@ -56,7 +56,7 @@ ENGINES = {
 @dataclass(frozen=True)
 class Settings(OnOwnText):
     head: Literal[
-        "eagle3", "peagle", "mtp", "medusa", "dflash", "dflash2", "dspark", "lilicorr", "xpress"
+        "eagle3", "peagle", "mtp", "medusa", "dflash", "dflash2", "dspark", "domino", "lilicorr", "xpress"
     ] = option("eagle3", "the kind of head")
     target: str = option("", "a pocket model, a folder or a hub id")
     output: str = option("", "folder of the trained head")

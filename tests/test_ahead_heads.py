@@ -17,6 +17,7 @@ from specdec.drafts.heads import (
     Chain,
     DFlash,
     DFlash2,
+    Domino,
     DSpark,
     DynamicTree,
     Eagle3,
@@ -56,6 +57,7 @@ HEADS = {
     "peagle, sliding": (PEagle, {"blocks": 2, "depth": 6, "windows": [7, None]}),
     "dflash2": (DFlash2, {"blocks": 1, "block_size": 7, "anchor_first": True, "top_k": 40}),
     "dspark": (DSpark, {"blocks": 1, "rank": 8, "markov": "rnn"}),
+    "domino": (Domino, {"blocks": 1, "block_size": 7, "rank": 8, "state": 9}),
     "lilicorr": (
         LiLiCorr,
         {"blocks": 1, "block_size": 7, "top_k": 90, "heads": 4, "factors": 6, "scale": 1.0},
@@ -115,6 +117,7 @@ def accepted(made):
         ("eagle3, sliding", "eager", 6, sd.Rejection(), 1.0),
         ("peagle, sliding", "recorded", 5, sd.Rejection(), 1.0),
         ("lilicorr", "recorded", 6, sd.Rejection(), 1.0),
+        ("domino", "recorded", 6, sd.Rejection(), 1.0),
         ("xpress", "eager", 6, sd.Coupled(), 1.0),
         *(
             pytest.param(name, graphs, length, verifier, 1.0, marks=pytest.mark.slow)

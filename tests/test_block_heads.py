@@ -20,6 +20,7 @@ from specdec.drafts.heads import (
     DDTree,
     DFlash,
     DFlash2,
+    Domino,
     DSpark,
     DynamicTree,
     Eagle3,
@@ -32,7 +33,9 @@ from specdec.masks import streaming
 from specdec.testing.session import BUDGETS, Session
 from specdec.training.anchored import blocks, steps
 
-BLOCK = {name: MADE[name] for name in ("dflash", "dspark", "peagle", "dflash2", "lilicorr", "xpress")}
+BLOCK = {
+    name: MADE[name] for name in ("dflash", "dspark", "peagle", "dflash2", "domino", "lilicorr", "xpress")
+}
 STOP = Chain(stop=0.5)
 
 
@@ -180,6 +183,22 @@ def test_a_new_dflash2_begins_as_dflash(target):
     tokens, layers = example(head)
     (one, *_), (two, *_) = (list(steps(h, tokens, layers, 1, torch.tensor([[5]]))) for h in (head, plain))
     torch.testing.assert_close(one.memo.logits[..., 0, :], two.logits, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@torch.no_grad()
+def test_domino_is_the_papers(target, first):
+    """Against PyTorch's own GRU over the tokens of the block."""
+    head = makes(Domino, blocks=2, block_size=4, rank=5, state=7, prefix=1, anchor_first=first)(target)
+    tokens, layers = example(head)
+    found = blocks(head, tokens, layers, head.longest, torch.tensor([[7]]))[0, 0]
+    hidden = dflash(head, tokens, layers, 7)[head.first :]
+    gru = nn.GRU(32, 7, bias=False, batch_first=True, dtype=torch.float64)
+    gru.load_state_dict(head.prefix_gru.state_dict())
+    read = gru(head.embed(tokens[:, 7 : 7 + head.longest]))[0][0]
+    correction = head.embed_proj(torch.cat([hidden, read], -1))
+    correction[0] = 0
+    torch.testing.assert_close(found, head.of_target.logits(hidden) + correction, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -561,6 +580,10 @@ def test_bad_settings_are_refused(target):
         LiLiCorr.from_target(target, scale=0)
     with pytest.raises(ValueError, match="top_k is 0: give at least 1"):
         LiLiCorr.from_target(target, top_k=0)
+    with pytest.raises(ValueError, match="state is 0: give at least 1"):
+        Domino.from_target(target, state=0)
+    with pytest.raises(ValueError, match="prefix is -1: give 0 to correct all steps"):
+        Domino.from_target(target, prefix=-1)
     with pytest.raises(ValueError, match="rank is 0: give at least 1"):
         XPress.from_target(target, rank=0)
     with pytest.raises(ValueError, match="depth is 0"):

@@ -19,6 +19,7 @@ from specdec.drafts.heads import (
     DDTree,
     DFlash,
     DFlash2,
+    Domino,
     DSpark,
     DynamicTree,
     Eagle3,
@@ -83,6 +84,8 @@ HEADS = {
     "dflash2": (DFlash2, {"blocks": 2, "block_size": 5, "rank": 16, "top_k": 6}, Chain()),
     "lilicorr": (LiLiCorr, {"blocks": 2, "block_size": 5, "top_k": 96, "factors": 6}, Chain()),
     "lilicorr, tree": (LiLiCorr, {"blocks": 1, "block_size": 5, "top_k": 96}, DynamicTree(3, 3, 6)),
+    "domino": (Domino, {"blocks": 2, "block_size": 4, "rank": 16, "state": 16}, Chain()),
+    "domino, tree": (Domino, {"blocks": 1, "block_size": 4, "rank": 16, "state": 8}, DynamicTree(3, 3, 6)),
     "xpress": (XPress, {"blocks": 2, "block_size": 5, "rank": 16}, Chain()),
     "xpress, tree, window": (
         XPress,

@@ -18,6 +18,7 @@ from specdec.drafts.heads import (
     MTP,
     DFlash,
     DFlash2,
+    Domino,
     DSpark,
     Eagle3,
     Head,
@@ -283,6 +284,28 @@ LAYOUTS = {
             "candidate_selector.hidden_projection": [5, 16],
         },
         DFlash2, (2, 4, 6), {"block_size": 4, "conv_group": 4, "rank": 5, "top_k": 6},
+    ),
+    "SpecForge, Domino": (
+        {
+            **Z_LAB, "architectures": ["DominoDraftModel"], "block_size": 4, "emb_dim": 5, "auto_map": {"AutoModel": "domino.DominoDraftModel"},
+            "dflash_config": {
+                **INNER, "projector_type": "domino", "pure_draft_prefix_len": 1, "emb_dim": 5, "gru_hidden_dim": 7, "shift_label": True,
+            },
+        },
+        {
+            **flash(2), "prefix_gru.weight_ih_l0:": [21, 16], "prefix_gru.weight_hh_l0:": [21, 7], "embed_proj.0": [5, 23], "embed_proj.2": [64, 5],
+        },
+        Domino, (2, 4, 6), {"block_size": 4, "anchor_first": True, "rank": 5, "state": 7, "prefix": 1},
+    ),
+    "ModelOpt, Domino": (
+        {
+            **Z_LAB, "block_size": 4, "emb_dim": 5,
+            "dflash_config": {**INNER, "projector_type": "domino", "causal": False, "emb_dim": 5, "gru_hidden_dim": 7},
+        },
+        {
+            **flash(2), "prefix_gru.weight_ih_l0:": [21, 16], "prefix_gru.weight_hh_l0:": [21, 7], "embed_proj.0": [5, 23], "embed_proj.2": [64, 5],
+        },
+        Domino, (2, 4, 6), {"anchor_first": False, "prefix": 0},
     ),
     "vLLM, LiLiCorr": (
         {

@@ -17,6 +17,7 @@ from specdec.drafts.heads import (
     MTP,
     DFlash,
     DFlash2,
+    Domino,
     DSpark,
     DynamicTree,
     Eagle3,
@@ -119,6 +120,7 @@ MADE = {
     "dflash, sliding": makes(DFlash, blocks=3, block_size=4, windows=[3, None, 6]),
     "mtp": makes(MTP, ("final",)),
     "medusa": makes(Medusa, ("final",), heads=3, blocks=2),
+    "domino": makes(Domino, blocks=2, block_size=3, rank=4, state=6),
     "lilicorr": makes(LiLiCorr, blocks=2, block_size=4, top_k=6, heads=4, factors=5),
     "xpress": makes(XPress, blocks=2, block_size=4, rank=5),
 }
@@ -177,6 +179,10 @@ OTHERS = {
     "xpress, anchor first, window": makes(
         XPress, blocks=1, block_size=3, anchor_first=True, rank=4, mlp_ratio=1, mask=streaming(5, 1)
     ),
+    "domino, all steps corrected, window": makes(
+        Domino, blocks=1, block_size=4, anchor_first=False, rank=4, state=6, prefix=0, mask=streaming(5, 1)
+    ),
+    "domino, sliding": makes(Domino, blocks=2, block_size=3, rank=4, state=6, windows=[None, 3]),
     "xpress, sliding": makes(XPress, blocks=2, block_size=4, rank=4, windows=[None, 3]),
     "dspark, gated": makes(
         DSpark, blocks=1, block_size=4, anchor_first=False, rank=4, markov="gated", confidence=False

@@ -12,6 +12,7 @@ from specdec.drafts.heads import (
     MTP,
     DFlash,
     DFlash2,
+    Domino,
     DSpark,
     Eagle3,
     HeadModel,
@@ -146,10 +147,11 @@ KINDS = {
         5,
         takes=BOTH,
     ),
+    "domino": Kind(Domino, 7, ("block_size", 0), FLASH, None, 5, takes=BOTH),
     "lilicorr": Kind(LiLiCorr, 7, ("block_size", 1), FLASH, None, 5, takes=("mask_token",)),
     "xpress": Kind(XPress, 7, ("block_size", 1), FLASH, None, 5, takes=BOTH),
 }
-"""The library's heads, by the names that recipes give them. With a mask token ``heads.export`` has a layout for all of them but Medusa and LiLiCorr."""
+"""The library's heads, by the names that recipes give them. With a mask token ``heads.export`` has a layout for all of them but Medusa, Domino and LiLiCorr."""
 
 RESERVED = re.compile(r"[<\[].*(reserved|unused)", re.IGNORECASE)
 

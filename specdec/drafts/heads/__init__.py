@@ -4,6 +4,7 @@ from specdec.drafts.heads.chain import Chain
 from specdec.drafts.heads.ddtree import DDTree
 from specdec.drafts.heads.dflash import DFlash
 from specdec.drafts.heads.dflash2 import DFlash2
+from specdec.drafts.heads.domino import Domino
 from specdec.drafts.heads.draft import Head
 from specdec.drafts.heads.dspark import DSpark
 from specdec.drafts.heads.dynamic_tree import DynamicTree
@@ -26,6 +27,7 @@ __all__ = [
     "DFlash",
     "DFlash2",
     "DSpark",
+    "Domino",
     "DynamicTree",
     "Eagle3",
     "Features",

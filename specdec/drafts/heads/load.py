@@ -15,6 +15,7 @@ from transformers.utils import cached_file
 
 from specdec.drafts.heads.dflash import DFlash
 from specdec.drafts.heads.dflash2 import DFlash2
+from specdec.drafts.heads.domino import Domino
 from specdec.drafts.heads.dspark import DSpark
 from specdec.drafts.heads.eagle3 import Eagle3
 from specdec.drafts.heads.features import Tap
@@ -39,6 +40,7 @@ HEADS: tuple[type[HeadModel], ...] = (
     DFlash,
     DFlash2,
     DSpark,
+    Domino,
     LiLiCorr,
     XPress,
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 from specdec.drafts.heads.features import Tap
 from specdec.drafts.heads.formats.deepspec import DEEPSPEC
+from specdec.drafts.heads.formats.domino import DOMINO
 from specdec.drafts.heads.formats.fields import Fields
 from specdec.drafts.heads.formats.files import config_of, tensors_of
 from specdec.drafts.heads.formats.lilicorr import LILICORR
@@ -27,6 +28,7 @@ FORMATS: tuple[Format, ...] = (
     SPECULATORS,
     SPECFORGE,
     DEEPSPEC,
+    DOMINO,
     ZLAB,
     LILICORR,
     XPRESS,
