@@ -50,7 +50,10 @@ from specdec.training.weights import lowered
 ENGINES = {
     "speculators": "vLLM, which reads the layout of speculators",
     "specforge": "SGLang, which reads that of SpecForge",
+    "z-lab": "SGLang and vLLM, which read that of z-lab",
 }
+LAYOUTS = {"specforge": ("eagle3",), "z-lab": ("dflash", "dflash2", "domino", "lilicorr")}
+"""The heads that some layouts have."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,9 @@ class Settings(OnOwnText):
     record: bool = option(False, "store the target's activations on disk before training")
     work: str = option("runs/heads", "folder for what --record stores")
     export: str = option("", "also write the head into this folder, for engines")
-    layout: Literal["speculators", "specforge"] = option(
+    layout: Literal["speculators", "specforge", "z-lab"] = option(
         "speculators",
-        "of --export: speculators for vLLM, or specforge for SGLang (eagle3 without the norms of EAGLE-3.1)",
+        "of --export: speculators for vLLM, specforge for SGLang (eagle3 without the norms of EAGLE-3.1), or z-lab for both (dflash, dflash2, domino and lilicorr)",
     )
 
 
@@ -110,8 +113,11 @@ def check(s: Settings) -> None:
             raise SystemExit(
                 f"--{name.replace('_', '-')}: {s.head} is trained without one: leave it out, or train {others}"
             )
-    if s.layout == "specforge" and s.head != "eagle3":
-        raise SystemExit(f"--layout specforge: it has no {s.head}: leave it out, or train eagle3")
+    has = LAYOUTS.get(s.layout, (s.head,))
+    if s.head not in has:
+        raise SystemExit(
+            f"--layout {s.layout}: it has no {s.head}: leave it out, or train {' or '.join(has)}"
+        )
     if s.export:
         if Path(s.export).resolve() == Path(s.output).resolve():
             raise SystemExit(f"--export {s.export}: it is --output, too: give another folder")

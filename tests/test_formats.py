@@ -775,6 +775,89 @@ def test_an_eagle3_head_is_written_as_specforge_does(tmp_path, model, vocabulary
         assert torch.equal(one.logits, other.logits)
 
 
+ZLAB = {
+    "dflash": (DFlash, {"blocks": 2, "block_size": 4}),
+    "dflash, windows": (DFlash, {"blocks": 2, "block_size": 4, "windows": [None, 9], "windows_from": "slot"}),
+    "dflash, windows, both directions": (
+        DFlash,
+        {"blocks": 1, "block_size": 4, "windows": [9], "windows_from": "slot", "windows_causal": False},
+    ),
+    "dflash2": (DFlash2, {"blocks": 1, "block_size": 5, "conv_group": 4, "rank": 6, "top_k": 7}),
+    "domino": (Domino, {"blocks": 1, "block_size": 3, "rank": 6, "state": 7, "prefix": 0}),
+    "domino, slots of their own": (Domino, {"blocks": 1, "block_size": 4, "anchor_first": False, "rank": 6}),
+    "lilicorr": (
+        LiLiCorr,
+        {"blocks": 2, "block_size": 4, "top_k": 4, "heads": 2, "factors": 3, "layers": 1, "inner": 8},
+    ),
+    "lilicorr, convolutions": (
+        LiLiCorr,
+        {
+            "blocks": 1,
+            "block_size": 4,
+            "heads": 2,
+            "conv_size": 2,
+            "conv_group": 4,
+            "scale": 3.5,
+            "mlp_ratio": 1.5,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ZLAB)
+@torch.no_grad()
+def test_heads_are_written_as_z_lab_does(tmp_path, model, name):
+    kind, settings = ZLAB[name]
+    head = kind.from_target(sd.HFModel(model), (0, 3, 7), mask_token=9, **settings)
+    for p in head.parameters():
+        p.copy_(torch.randn(p.shape) * 0.3)
+    heads.export(head, tmp_path, model, layout="z-lab")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["dflash_config"]["target_layer_ids"] == [-1, 2, 6]
+    again = heads.load(tmp_path, model)
+    assert type(again) is kind
+    free = [] if head.settings["windows"] else ["windows_from", "windows_causal"]
+    free += ["inner"] if kind is LiLiCorr else []  # the head's width by its name
+    assert again.settings == head.settings | {name: again.settings[name] for name in free}
+    assert again.taps == head.taps
+    tokens = torch.randint(0, 64, (2, 12))
+    layers = {tap: torch.randn(2, 11, 16, dtype=torch.float64) for tap in head.taps}
+    for one, other in zip(*(steps(each, tokens, layers, 3) for each in (head, again))):
+        assert torch.equal(one.logits, other.logits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "error", "message"),
+    [
+        (
+            DSpark,
+            {},
+            TypeError,
+            "head is a DSpark: the layout of z-lab has DFlash, DFlash2, Domino, LiLiCorr",
+        ),
+        (DFlash, {"mask": streaming(4)}, ValueError, "has no masks"),
+        (DFlash, {"own_head": True}, ValueError, "without own_head"),
+        (DFlash2, {"vocabulary": range(9)}, ValueError, "without vocabulary"),
+        (DFlash, {"mask_token": None}, ValueError, "make the head with mask_token=id"),
+        (DFlash, {"taps": (2, "final")}, ValueError, "make the head with layers below 8"),
+        (DFlash, {"taps": (2, 8)}, ValueError, "make the head with layers below 8"),
+        (LiLiCorr, {"anchor_first": True}, ValueError, "make the head with anchor_first=False"),
+        (DFlash, {"blocks": 1, "windows": [20]}, ValueError, "make the head with windows_from='slot'"),
+        (
+            DFlash,
+            {"blocks": 2, "block_size": 4, "windows": [20, 30], "windows_from": "slot"},
+            ValueError,
+            "one size for all layers",
+        ),
+    ],
+)
+def test_what_z_lab_has_not_is_refused(tmp_path, model, kind, settings, error, message):
+    head = kind.from_target(sd.HFModel(model), **{"mask_token": 9, **settings})
+    with pytest.raises(error, match=message):
+        heads.export(head, tmp_path / "out", model, layout="z-lab")
+    assert not (tmp_path / "out").exists()
+
+
 SPECFORGE = {
     "another head": (MTP, {}, TypeError, "only an Eagle3 is written"),
     "a norm": (Eagle3, {"norm_output": True}, ValueError, "norm_output is True.*in that of speculators"),
@@ -791,7 +874,9 @@ def test_what_specforge_has_not_is_refused(tmp_path, model, what):
     with pytest.raises(error, match=message):
         heads.export(head, tmp_path / "out", model, layout="specforge")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match="layout is 'sglang': give one of 'speculators', 'specforge'"):
+    with pytest.raises(
+        ValueError, match="layout is 'sglang': give one of 'speculators', 'specforge', 'z-lab'"
+    ):
         heads.export(head, tmp_path / "out", model, layout="sglang")
 
 

@@ -172,6 +172,10 @@ def test_the_command_line(place, tmp_path):
         ({"layers": ("1", "final"), "export": "there"}, "--export: taps are .*make the head with layers"),
         ({"head": "dspark", "mask_token": "none", "export": "there"}, "--export: mask_token is None"),
         ({"validation_dataset": "/nowhere.jsonl"}, "--validation-dataset /nowhere.jsonl: it cannot be read"),
+        (
+            {"head": "eagle3", "layout": "z-lab"},
+            "it has no eagle3: leave it out, or train dflash or dflash2 or domino or lilicorr",
+        ),
     ],
 )
 def test_bad_settings_end_before_the_training(changes, message, recipe, place, tmp_path):

@@ -1,4 +1,4 @@
-"""A head as a checkpoint of the library speculators, which the engine vLLM serves, or of SpecForge (``specforge_export``)."""
+"""A head as a checkpoint of the library speculators, which the engine vLLM serves, of SpecForge (``specforge_export``) or of z-lab (``zlab_export``)."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from specdec.drafts.heads.formats.speculators import (
     MTP_NAMES,
     REFINER,
 )
+from specdec.drafts.heads.formats.zlab_export import zlab_config
 from specdec.drafts.heads.load import is_checkpoint
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.mtp import MTP
@@ -47,7 +48,7 @@ KINDS: dict[type[HeadModel], str] = {
     MTP: "mtp",
 }
 EAGLE = ("eagle3", "peagle")
-Layout = Literal["speculators", "specforge"]
+Layout = Literal["speculators", "specforge", "z-lab"]
 
 
 def export(
@@ -65,11 +66,12 @@ def export(
     Args:
         target: the head's, an ``HFModel`` or a transformers model. verifier: the hub id or the folder under which the engine finds the target;
             ``None``: where it was loaded from. length: how many tokens the engine proposes by default; ``None``: all that the head can, or 3.
-        layout: ``"specforge"``: an ``Eagle3`` as SpecForge writes it, which SGLang serves; it has neither a verifier nor a length.
+        layout: ``"specforge"``: an ``Eagle3`` as SpecForge writes it, which SGLang serves; ``"z-lab"``: a ``DFlash``, ``DFlash2``, ``Domino`` or ``LiLiCorr`` as z-lab,
+            SpecForge and ModelOpt write them, which SGLang and vLLM serve. Neither has a verifier nor a length.
     Raises:
         TypeError: the layout has no heads of this class. ValueError: it cannot express the head: its mask, a tap ``"final"``, a mask token that
             is no id, both norms of taps, windows of several sizes or counted from slots, or a target whose logits are more than a product. Or the target is another one, or has no name,
-            or the folder holds a saved head, parts of weights or another model. Or, for SpecForge, as ``specforge_config``.
+            or the folder holds a saved head, parts of weights or another model. Or, for the other layouts, as ``specforge_config`` and ``zlab_config``.
     """
     config = check_export(head, target, verifier=verifier, length=length, layout=layout)
     folder = Path(folder)
@@ -80,7 +82,10 @@ def export(
             )
     if (folder / "config.json").exists() and not is_checkpoint(folder):
         raise ValueError(f"{folder} has the config.json of another model: give an empty folder")
-    tensors = _tensors(head.bound(target), KINDS[type(head)])
+    if layout == "z-lab":
+        tensors = {name: _plain(t) for name, t in head.state_dict().items()}
+    else:
+        tensors = _tensors(head.bound(target), KINDS[type(head)])
     if layout == "specforge":
         tensors = specforge_tensors(head, tensors)
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,6 +110,8 @@ def check_export(
         raise ValueError(f"layout is {layout!r}: give one of {', '.join(map(repr, get_args(Layout)))}")
     if layout == "specforge":
         return specforge_config(head.bound(target))
+    if layout == "z-lab":
+        return zlab_config(head.bound(target))
     kind = KINDS.get(type(head))
     if kind is None:
         raise TypeError(
