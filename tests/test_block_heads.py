@@ -194,7 +194,8 @@ def test_domino_is_the_papers(target, first):
     found = blocks(head, tokens, layers, head.longest, torch.tensor([[7]]))[0, 0]
     hidden = dflash(head, tokens, layers, 7)[head.first :]
     gru = nn.GRU(32, 7, bias=False, batch_first=True, dtype=torch.float64)
-    gru.load_state_dict(head.prefix_gru.state_dict())
+    mine = head.prefix_gru
+    gru.load_state_dict({"weight_ih_l0": mine.of_token.weight, "weight_hh_l0": mine.of_state.weight})
     read = gru(head.embed(tokens[:, 7 : 7 + head.longest]))[0][0]
     correction = head.embed_proj(torch.cat([hidden, read], -1))
     correction[0] = 0
@@ -293,7 +294,8 @@ def test_lilicorr_is_the_papers(target, inner):
             bias[:, i, j] += lattice.same_slot_bias
     for layer in lattice.layers:
         theirs = torch.nn.MultiheadAttention(x.shape[1], 4, batch_first=True, dtype=torch.float64)
-        theirs.load_state_dict(layer.attn.state_dict())
+        mine = layer.attn.state_dict()
+        theirs.load_state_dict({name.replace("in_proj.", "in_proj_"): t for name, t in mine.items()})
         normed = layer.attn_norm(x)[None]
         x = x + theirs(normed, normed, normed, attn_mask=bias)[0][0]
         x = x + layer.mlp(layer.mlp_norm(x))

@@ -2,7 +2,7 @@
 
 One pass of the block gives outputs h_n and logits U_n. A GRU reads the embeddings of the tokens from the anchor on; with its state s_n after the token before,
 step n predicts from U_n + P [h_n; s_n], where P is an MLP of low rank, and the first ``prefix`` steps from U_n alone. The distribution is conditional, and tokens
-are drawn left to right without further passes of the block. Tensors have the names of SpecForge.
+are drawn left to right without further passes of the block.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
@@ -31,20 +30,16 @@ class Read(NamedTuple):
 
 
 class Recurrence(nn.Module):
-    """A GRU without biases, one token at a time; its tensors have the names of ``nn.GRU``."""
+    """A GRU without biases, one token at a time."""
 
     def __init__(self, width: int, size: int):
         super().__init__()
-        bound = size**-0.5
-        self.weight_ih_l0 = nn.Parameter(torch.empty(3 * size, width).uniform_(-bound, bound))
-        self.weight_hh_l0 = nn.Parameter(torch.empty(3 * size, size).uniform_(-bound, bound))
+        self.size = size
+        self.of_token, self.of_state = (nn.Linear(n, 3 * size, bias=False) for n in (width, size))
 
     def forward(self, x: Tensor, state: Tensor) -> Tensor:
         """``x [..., E]`` and ``state [..., S]`` -> the next state."""
-        new, old = (
-            F.linear(x, self.weight_ih_l0).chunk(3, -1),
-            F.linear(state, self.weight_hh_l0).chunk(3, -1),
-        )
+        new, old = self.of_token(x).chunk(3, -1), self.of_state(state).chunk(3, -1)
         reset, kept = torch.sigmoid(new[0] + old[0]), torch.sigmoid(new[1] + old[1])
         return kept * state + (1 - kept) * torch.tanh(new[2] + reset * old[2])
 
@@ -89,7 +84,7 @@ class Domino(DFlash):
         """As ``HeadModel.step``."""
         if n == 0:
             hidden = self.fill(token, at)
-            state = hidden.new_zeros(*token.shape, self.prefix_gru.weight_hh_l0.shape[1])
+            state = hidden.new_zeros(*token.shape, self.prefix_gru.size)
             memo = Read(hidden, self.logits(hidden), state)
         memo = memo._replace(state=self.prefix_gru(self.embed(token), memo.state))
         logits = memo.logits[..., n, :]

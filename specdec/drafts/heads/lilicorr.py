@@ -3,7 +3,7 @@
 One pass of the block gives outputs and logits. The ``top_k`` best tokens of each slot are a lattice, which a transformer reads at once, in both directions.
 Of each candidate it makes a vector ``out`` and a vector ``in``, and of the last committed position an ``out``; the score of a candidate after the one before it
 is the cosine of that one's ``out`` and its own ``in``, times ``scale``. Drawn left to right, the scores are the logits of a conditional distribution over the
-candidates. Tensors have the names of vLLM.
+candidates.
 """
 
 from __future__ import annotations
@@ -51,18 +51,16 @@ class TwoLayers(nn.Module):
 
 
 class LatticeAttention(nn.Module):
-    """Attention of all candidates to all, with a bias for each head and pair; its tensors have the names of ``nn.MultiheadAttention``."""
+    """Attention of all candidates to all, with a bias for each head and pair."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.in_proj_weight = nn.Parameter(torch.randn(3 * width, width) * 0.02)
-        self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
-        self.out_proj = nn.Linear(width, width)
+        self.in_proj, self.out_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """``x [..., N, W]`` and ``bias [heads, N, N]`` -> ``[..., N, W]``."""
-        parts = F.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        parts = self.in_proj(x).chunk(3, -1)
         query, key, value = (t.unflatten(-1, (self.heads, -1)).transpose(-3, -2) for t in parts)
         made = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
         return self.out_proj(made.transpose(-3, -2).flatten(-2))

@@ -13,6 +13,12 @@ from specdec.drafts.heads.formats.fields import Fields
 from specdec.drafts.heads.formats.plan import Format, Plan
 from specdec.drafts.heads.formats.zlab import flash
 
+NAMES = {
+    f"prefix_gru.weight_{theirs}_l0": f"prefix_gru.{ours}.weight"
+    for theirs, ours in (("ih", "of_token"), ("hh", "of_state"))
+}
+"""PyTorch's names of a GRU's weights -> ours."""
+
 
 def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size: int) -> Plan:
     """As ``Format.plan``.
@@ -28,7 +34,7 @@ def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size:
         "prefix": more.get("pure_draft_prefix_len", 0),
         "anchor_first": more.get("shift_label", False),
     }
-    return replace(made, kind=Domino, settings={**made.settings, **found})
+    return replace(made, kind=Domino, settings={**made.settings, **found}, names=NAMES)
 
 
 def takes(config: Mapping[str, Any]) -> bool:

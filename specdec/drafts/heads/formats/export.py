@@ -28,7 +28,7 @@ from specdec.drafts.heads.formats.speculators import (
     MTP_NAMES,
     REFINER,
 )
-from specdec.drafts.heads.formats.zlab_export import zlab_config
+from specdec.drafts.heads.formats.zlab_export import zlab_config, zlab_names
 from specdec.drafts.heads.load import is_checkpoint
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.mtp import MTP
@@ -83,7 +83,8 @@ def export(
     if (folder / "config.json").exists() and not is_checkpoint(folder):
         raise ValueError(f"{folder} has the config.json of another model: give an empty folder")
     if layout == "z-lab":
-        tensors = {name: _plain(t) for name, t in head.state_dict().items()}
+        names = zlab_names(head)
+        tensors = {_theirs(name, names): _plain(t) for name, t in head.state_dict().items()}
     else:
         tensors = _tensors(head.bound(target), KINDS[type(head)])
     if layout == "specforge":

@@ -38,22 +38,25 @@ def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size:
         "conv_size": more.get("conv_kernel_size", 0),
         "conv_group": more.get("conv_group_size", 0),
     }
-    numbered = "lilicorr.feature_mlp.0.weight" in tensors
-    names = of_modelopt(found["layers"]) if numbered else {}
+    names = names_of(found["layers"], numbered="lilicorr.feature_mlp.0.weight" in tensors)
     return replace(made, kind=LiLiCorr, settings={**made.settings, **found}, names=names)
 
 
-def of_modelopt(layers: int) -> dict[str, str]:
-    """ModelOpt's names -> vLLM's."""
-    start = "lilicorr.feature_mlp."
-    names = {
-        f"{start}0.": "lilicorr.feature_norm.",
-        f"{start}1.": f"{start}up_proj.",
-        f"{start}3.": f"{start}down_proj.",
-    }
+def names_of(layers: int, numbered: bool = False) -> dict[str, str]:
+    """vLLM's names, or ModelOpt's ``numbered`` ones, -> ours."""
+    names = {}
     for i in range(layers):
-        mlp = f"lilicorr.layers.{i}.mlp."
-        names |= {f"{mlp}0.": f"{mlp}up_proj.", f"{mlp}2.": f"{mlp}down_proj."}
+        start = f"lilicorr.layers.{i}."
+        names[f"{start}attn.in_proj_"] = f"{start}attn.in_proj."
+        if numbered:
+            names |= {f"{start}mlp.0.": f"{start}mlp.up_proj.", f"{start}mlp.2.": f"{start}mlp.down_proj."}
+    if numbered:
+        start = "lilicorr.feature_mlp."
+        names |= {
+            f"{start}0.": "lilicorr.feature_norm.",
+            f"{start}1.": f"{start}up_proj.",
+            f"{start}3.": f"{start}down_proj.",
+        }
     return names
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from specdec.drafts.heads.dflash import DFlash
 from specdec.drafts.heads.dflash2 import DFlash2
 from specdec.drafts.heads.domino import Domino
-from specdec.drafts.heads.formats import lilicorr
+from specdec.drafts.heads.formats import domino, lilicorr
 from specdec.drafts.heads.formats.body import fields_of
 from specdec.drafts.heads.formats.speculators import CONVOLUTIONS
 from specdec.drafts.heads.lilicorr import LiLiCorr
@@ -77,6 +77,13 @@ def zlab_config(head: HeadModel) -> dict[str, Any]:
         },
         "dtype": str(head.dtype).removeprefix("torch."),
     }
+
+
+def zlab_names(head: HeadModel) -> dict[str, str]:
+    """The beginnings of names of tensors, the layout's -> the class's."""
+    if type(head) is LiLiCorr:
+        return lilicorr.names_of(head.settings["layers"])
+    return domino.NAMES if type(head) is Domino else {}
 
 
 def _more(head: HeadModel) -> dict[str, Any]:
