@@ -52,7 +52,7 @@ ENGINES = {
     "specforge": "SGLang, which reads that of SpecForge",
     "z-lab": "SGLang and vLLM, which read that of z-lab",
 }
-LAYOUTS = {"specforge": ("eagle3",), "z-lab": ("dflash", "dflash2", "domino", "lilicorr")}
+LAYOUTS = {"specforge": ("eagle3",), "z-lab": ("dflash", "dflash2", "domino", "lilicorr", "xpress")}
 """The heads that some layouts have."""
 
 
@@ -75,7 +75,7 @@ class Settings(OnOwnText):
     vocabulary: int = option(
         0, "the head proposes the most frequent tokens of the text, so many (default: all)"
     )
-    k: int = option(0, "tokens of a block (default: 5; 7 for dflash and the heads that draw on it)")
+    k: int = option(0, "tokens of a block (default: 5; 7 for dflash and the heads built on it)")
     blocks: int = option(0, "transformer or residual blocks of the head (default: by the kind)")
     anchors: int = option(0, "blocks of a sequence in a step (default: 256, or fewer for a large vocabulary)")
     loss: Literal["mixed", "own"] = option("mixed", "mixed: MixedLoss(0.5); own: that of the head's authors")
@@ -84,7 +84,7 @@ class Settings(OnOwnText):
     export: str = option("", "also write the head into this folder, for engines")
     layout: Literal["speculators", "specforge", "z-lab"] = option(
         "speculators",
-        "of --export: speculators for vLLM, specforge for SGLang (eagle3 without the norms of EAGLE-3.1), or z-lab for both (dflash, dflash2, domino and lilicorr)",
+        "of --export: speculators for vLLM, specforge for SGLang (eagle3 without the norms of EAGLE-3.1), or z-lab for both (dflash, dflash2, domino, lilicorr and xpress)",
     )
 
 

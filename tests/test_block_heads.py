@@ -229,10 +229,33 @@ def test_xpress_is_the_papers(target, first):
     torch.testing.assert_close(found, expected[head.first :], rtol=0, atol=1e-10)
 
 
-def test_a_new_xpress_begins_as_a_correction_of_each_slot_alone(target):
+@torch.no_grad()
+def test_a_new_xpress_reads_the_token_before_alone(target):
+    """The mixer begins as nothing, so that earlier tokens of the block have no effect."""
     head = XPress.from_target(target, (0, 2), blocks=1, block_size=4)
-    assert not head.refiner_head.mix_l.any()
-    assert head.settings["rank"] == 256
+    tokens, layers = example(head)
+    other = tokens.clone()
+    other[0, 8] = (other[0, 8] + 1) % 97
+    one, two = (blocks(head, t, layers, 3, torch.tensor([[7]]))[0, 0] for t in (tokens, other))
+    assert [torch.equal(*pair) for pair in zip(one, two)] == [True, False, True]
+    torch.nn.init.normal_(head.refiner_head.mix_l)
+    one, two = (blocks(head, t, layers, 3, torch.tensor([[7]]))[0, 0] for t in (tokens, other))
+    assert [torch.equal(*pair) for pair in zip(one, two)] == [True, False, False]
+
+
+@pytest.mark.parametrize("kind", [LiLiCorr, XPress])
+@torch.no_grad()
+def test_what_a_target_does_to_its_logits_is_not_corrected(kind):
+    """These heads were trained on products with the output matrix, without a scale and a soft cap."""
+    target = sd.HFModel(tiny("cohere2"))
+    head = kind.from_target(target, (0, 1), blocks=1, block_size=4)
+    assert head.of_target.scale != 1
+    tokens, layers = example(head)
+    (one,) = steps(head, tokens, layers, 1, torch.tensor([[7]]))
+    hidden = dflash(head, tokens, layers, 7)[1:]
+    torch.testing.assert_close(
+        one.memo.logits[0, 0], hidden @ head.of_target.output.weight.T, rtol=0, atol=1e-10
+    )
 
 
 @torch.no_grad()
@@ -578,7 +601,7 @@ def test_bad_settings_are_refused(target):
         LiLiCorr.from_target(target, conv_size=2, conv_group=5)
     with pytest.raises(ValueError, match="heads is 5: give a divisor of the transformer's width, 32"):
         LiLiCorr.from_target(target, heads=5)
-    with pytest.raises(ValueError, match="scale is 0: give a number above 0"):
+    with pytest.raises(ValueError, match="scale is 0: give a finite number above 0"):
         LiLiCorr.from_target(target, scale=0)
     with pytest.raises(ValueError, match="top_k is 0: give at least 1"):
         LiLiCorr.from_target(target, top_k=0)

@@ -597,6 +597,28 @@ WRONG = {
         {"config": {"dflash_config": {**INNER, **LATTICE, "lilicorr_enabled": False}}},
         "lilicorr_enabled is False",
     ),
+    "an output matrix that is not there": (
+        "vLLM, LiLiCorr",
+        {"config": {"has_own_lm_head": True}},
+        r"has_own_lm_head is True and there is no lm_head\.weight",
+    ),
+    "windows of a reranker": (
+        "vLLM, LiLiCorr",
+        {
+            "config": {
+                "layer_types": ["sliding_attention"] * 2,
+                "sliding_window": 8,
+                "use_sliding_window": True,
+            }
+        },
+        "give windows_causal=True or False",
+    ),
+    "two block sizes": (
+        "z-lab",
+        {"config": {"block_size": 4, "dflash_config": {**INNER, "block_size": 8}}},
+        r"block_size is 4 and dflash_config\.block_size 8",
+    ),
+    "no rank": ("XPress", {"config": {"xpress_rank": 0}}, "xpress_mlp_hidden is 15 and xpress_rank 0"),
     "a refiner of other blocks": ("XPress", {"config": {"xpress_block_size": 8}}, "xpress_block_size is 8"),
     "a width of a refiner": ("XPress", {"config": {"xpress_mlp_hidden": 12}}, "xpress_mlp_hidden is 12 and"),
     "a refiner of some tokens": ("XPress", {"config": {"draft_vocab_size": 20}}, "draft_vocab_size is 20"),
@@ -627,6 +649,26 @@ def test_what_a_checkpoint_lacks_can_be_given(tmp_path, model):
     )
     assert head.mask == streaming(8)
     assert head.taps == (1, 2, "final")
+
+
+def test_an_output_matrix_is_read_where_the_config_says_so(tmp_path, model):
+    """Engines read LiLiCorr's with ``has_own_lm_head`` alone."""
+    extra = {"lm_head.weight": torch.randn(64, 16)}
+    for own in (True, False):
+        written(tmp_path, "vLLM, LiLiCorr", config={"has_own_lm_head": own}, tensors=extra)
+        assert heads.load(tmp_path, model).settings["own_head"] is own
+
+
+def test_windows_of_modelopt(tmp_path, model):
+    inner = {**INNER, **LATTICE, "use_swa": True, "swa_window_size": 9}
+    for causal in (True, False, None):
+        more = {} if causal is None else {"causal": causal}
+        written(tmp_path, "vLLM, LiLiCorr", config={"dflash_config": {**inner, **more}})
+        given = {} if causal is not None else {"windows_causal": True}
+        settings = heads.load(tmp_path, model, **given).settings
+        assert settings["windows"] == [9, 9]
+        assert settings["windows_from"] == "slot"
+        assert settings["windows_causal"] is (causal is not False)
 
 
 def asked_to_ignore(tmp_path, model):
@@ -792,6 +834,7 @@ ZLAB = {
         LiLiCorr,
         {"blocks": 2, "block_size": 4, "top_k": 4, "heads": 2, "factors": 3, "layers": 1, "inner": 8},
     ),
+    "xpress": (XPress, {"blocks": 1, "block_size": 4, "rank": 6, "mlp_ratio": 3}),
     "lilicorr, convolutions": (
         LiLiCorr,
         {
@@ -836,7 +879,7 @@ def test_heads_are_written_as_z_lab_does(tmp_path, model, name):
             DSpark,
             {},
             TypeError,
-            "head is a DSpark: the layout of z-lab has DFlash, DFlash2, Domino, LiLiCorr",
+            "head is a DSpark: the layout of z-lab has DFlash, DFlash2, Domino, LiLiCorr, XPress",
         ),
         (DFlash, {"mask": streaming(4)}, ValueError, "has no masks"),
         (DFlash, {"own_head": True}, ValueError, "without own_head"),

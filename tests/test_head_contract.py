@@ -280,6 +280,16 @@ def test_the_output_has_the_targets_distribution_exactly(make):
     assert found.lossless, found
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [DFlash2, LiLiCorr])
+def test_a_choice_among_some_tokens_is_exact(kind):
+    """Some tokens have q = 0."""
+    target = sd.HFModel(tiny("llama", seed=4, vocab_size=4))
+    head = makes(kind, blocks=1, block_size=3, top_k=2)(target)
+    found = certify(sd.decoder(target).draft(Head(head), length=2).build(), [[0], [2, 1, 3]], [4, 3])
+    assert found.lossless, found
+
+
 @pytest.mark.parametrize(
     "make", [MADE["injected, window"], lambda target: shake(Eagle3.from_target(target, (0, 2)))]
 )

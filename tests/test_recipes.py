@@ -524,9 +524,9 @@ def test_ablations(tmp_path):
     again = {r["method"]: r for r in merged if r["part"] == "tau"}
     assert again.keys() == whole.keys()
     for method, row in again.items():
-        for name, value in row.items():  # computed again, from figures with nine digits
+        for name, value in row.items():  # computed again, from figures with six digits
             number = isinstance(value, (float, list))
-            assert value == (pytest.approx(whole[method][name], rel=1e-7) if number else whole[method][name])
+            assert value == (pytest.approx(whole[method][name], rel=1e-4) if number else whole[method][name])
     sources = [r["command"] for r in merged if r["part"] == "merged"]
     assert len(sources) == 3
     # What was merged is merged again: the runs are named, not the merging.

@@ -174,7 +174,7 @@ def test_the_command_line(place, tmp_path):
         ({"validation_dataset": "/nowhere.jsonl"}, "--validation-dataset /nowhere.jsonl: it cannot be read"),
         (
             {"head": "eagle3", "layout": "z-lab"},
-            "it has no eagle3: leave it out, or train dflash or dflash2 or domino or lilicorr",
+            "it has no eagle3: leave it out, or train dflash or dflash2 or domino or lilicorr or xpress",
         ),
     ],
 )

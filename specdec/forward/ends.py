@@ -91,12 +91,19 @@ class Ends:
         with torch.no_grad():
             return self.norm(hidden)
 
-    def logits(self, final: Tensor, product: Callable[[Tensor, Any], Tensor] | None = None) -> Tensor:
-        """``[..., E]`` -> ``[..., V]``; ``product``: what multiplies by ``output`` in place of PyTorch."""
+    def logits(
+        self, final: Tensor, product: Callable[[Tensor, Any], Tensor] | None = None, raw: bool = False
+    ) -> Tensor:
+        """``[..., E]`` -> ``[..., V]``; ``product``: what multiplies by ``output`` in place of PyTorch. raw: without the scale and the soft cap."""
         bias = self.output.bias
+        final = (
+            final.contiguous()
+        )  # of one with gaps PyTorch's product copies the matrix for each of its first dimensions
         if product is None:
             out = F.linear(final, self.output.weight.detach(), None if bias is None else bias.detach())
         else:
             out = product(final, self.output)
+        if raw:
+            return out
         out = out if self.scale == 1 else out * self.scale
         return out if self.softcap is None else torch.tanh(out / self.softcap) * self.softcap

@@ -1,13 +1,14 @@
 """LiLiCorr (arXiv 2608.20530): a DFlash block, of whose best candidates a small transformer scores each pair of neighbours.
 
 One pass of the block gives outputs and logits. The ``top_k`` best tokens of each slot are a lattice, which a transformer reads at once, in both directions.
-Of each candidate it makes a vector ``out`` and a vector ``in``, and of the last committed position an ``out``; the score of a candidate after the one before it
+Of each candidate it makes a vector ``out`` and a vector ``in``, and of the target's activations before the anchor an ``out``; the score of a candidate after the one before it
 is the cosine of that one's ``out`` and its own ``in``, times ``scale``. Drawn left to right, the scores are the logits of a conditional distribution over the
 candidates.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ class Lattice(NamedTuple):
     """The memo of a step.
 
     Attributes:
-        logits: ``[..., longest, outputs]`` the block's, at least in float32, as all scores. candidates: ``[..., longest, K]`` indices of outputs, best first. scores: ``[..., longest, K, K]``: the
+        logits: ``[..., longest, outputs]`` the block's, in float32 or float64, which scores have, too. candidates: ``[..., longest, K]`` indices of outputs, best first. scores: ``[..., longest, K, K]``: the
             score of a candidate (last dimension) after each candidate of the slot before; in the first slot, all rows are the same.
     """
 
@@ -110,7 +111,7 @@ class Correlator(nn.Module):
 
         Args:
             tokens: ``[..., slots, K, E]`` the candidates' embeddings. log_probs: ``[..., slots, K]``, best first. hidden: ``[..., slots, E]`` the block's
-                outputs. anchor: ``[..., E]`` what the block reads of the last committed position.
+                outputs. anchor: ``[..., E]`` what the block reads of the position before the anchor.
         """
         slots, K = log_probs.shape[-2:]
         best = log_probs[..., :1]
@@ -189,8 +190,11 @@ class LiLiCorr(DFlash):
             at_least(1, name, value, "give at least 1")
         for name, real in (("mlp_ratio", mlp_ratio), ("scale", scale), ("vector_eps", vector_eps)):
             number(name, real)
-            if not real > 0:
-                raise ValueError(f"{name} is {real}: give a number above 0")
+            if not 0 < real < math.inf:
+                raise ValueError(f"{name} is {real}: give a finite number above 0")
+        at_least(
+            1, "mlp_ratio", int(width * mlp_ratio), "its width is the transformer's times this: give more"
+        )
         if width % heads:
             raise ValueError(f"heads is {heads}: give a divisor of the transformer's width, {width}")
         for name, value in (("conv_size", conv_size), ("conv_group", conv_group)):
@@ -247,7 +251,7 @@ class LiLiCorr(DFlash):
     def lattice(self, anchor: Tensor, token: Tensor, at: Anchors) -> Lattice:
         """The block's candidates after ``token [...]``, and their scores; ``anchor [..., E]`` is what ``read`` carried."""
         hidden = self.fill(token, at)
-        logits = self.logits(hidden)
+        logits = self.logits(hidden, raw=True)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         best = logits.topk(self.top_k)
         log_probs = best.values - logits.logsumexp(-1, keepdim=True)

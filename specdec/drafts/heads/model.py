@@ -154,14 +154,14 @@ class HeadModel(StoredHead):
             return self.embed_tokens(tokens)
         return self.of_target.embed(tokens).to(self.dtype)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Logits ``[..., outputs]`` of normed outputs ``[..., E]``, by its own matrix or the target's head."""
+    def logits(self, x: Tensor, raw: bool = False) -> Tensor:
+        """Logits ``[..., outputs]`` of normed outputs ``[..., E]``, by its own matrix or the target's head; ``raw``: without what some targets do to theirs."""
         if self.lm_head is not None:
             return self.product(x, self.lm_head)
         ends, fast = self.of_target, None if torch.is_grad_enabled() else self.kernels
         # Without a kernel the matrix is read here: a hook of the target's module sees the target's calls alone.
         product = None if fast is None or not fast.has(ends.output) else fast.product
-        logits = ends.logits(x.to(ends.output.weight.dtype), product).to(self.dtype)
+        logits = ends.logits(x.to(ends.output.weight.dtype), product, raw).to(self.dtype)
         return logits if self.d2t is None else logits[..., self.ids]
 
     def product(self, x: Tensor, linear: Any) -> Tensor:

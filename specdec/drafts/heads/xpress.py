@@ -102,8 +102,7 @@ class XPress(DFlash):
             inputs = torch.zeros_like(read)
             if self.first:
                 inputs = refiner.put(0, memo, read, inputs)
-            # Products of a tensor with gaps would copy the output matrix for each block.
-            memo = Refined(self.logits(hidden[..., self.first :, :].contiguous()), read, inputs)
+            memo = Refined(self.logits(hidden[..., self.first :, :], raw=True), read, inputs)
         slot = n + self.first
         inputs = refiner.put(slot, refiner.token_embed(token), memo.read, memo.inputs)
         correction = self.product(refiner.mixed(slot, inputs), refiner.readout)

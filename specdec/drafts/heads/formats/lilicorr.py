@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from specdec.drafts.heads.formats.fields import Fields
-from specdec.drafts.heads.formats.plan import Format, Plan
+from specdec.drafts.heads.formats.plan import HEAD, Format, Plan
 from specdec.drafts.heads.formats.zlab import flash
 from specdec.drafts.heads.lilicorr import LiLiCorr
 
@@ -27,10 +27,14 @@ def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size:
     """As ``Format.plan``.
 
     Raises:
-        ValueError: as ``zlab.flash``; or a field is missing, also one of those that change no shape.
+        ValueError: as ``zlab.flash``; or a field is missing, also one of those that change no shape, or the output matrix that one promises.
     """
     made, more = flash(fields, blocks, vocab_size, "lilicorr")
-    fields.skip("has_own_lm_head")  # its tensor says so
+    own = fields.get("has_own_lm_head", False)
+    if own and HEAD not in tensors:
+        raise ValueError(
+            f"{fields.source}: has_own_lm_head is True and there is no {HEAD}: copy the checkpoint again"
+        )
     more.only("lilicorr_enabled", True)
     found = {name: more.need(theirs) for name, theirs in SETTINGS.items()}
     found |= {
@@ -39,7 +43,10 @@ def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size:
         "conv_group": more.get("conv_group_size", 0),
     }
     names = names_of(found["layers"], numbered="lilicorr.feature_mlp.0.weight" in tensors)
-    return replace(made, kind=LiLiCorr, settings={**made.settings, **found}, names=names)
+    if made.settings["windows"] and fields.get("is_causal") is None and more.get("causal") is None:
+        found["windows_causal"] = None  # engines differ
+    drop = () if own else (HEAD,)  # engines do not read it then
+    return replace(made, kind=LiLiCorr, settings={**made.settings, **found}, names=names, drop=drop)
 
 
 def names_of(layers: int, numbered: bool = False) -> dict[str, str]:

@@ -76,6 +76,11 @@ def built(plan: Plan, tensors: Mapping[str, Tensor], source: str, ends: Ends) ->
             f"{source}: the config lacks {RESIDUAL}, for which speculators takes False and vLLM True: give {RESIDUAL}=True or False, the value with "
             "which the head was trained"
         )
+    if plan.settings.get("windows_causal", False) is None:
+        raise ValueError(
+            f"{source}: some layers have a window, and the config does not say whether they are causal within the block, on which engines differ: give "
+            "windows_causal=True or False, the value with which the head was trained"
+        )
     drop = ("rotary_emb.inv_freq", *plan.drop)
     mine = {plan.ours(name): t for name, t in tensors.items() if not _dropped(name, drop)}
     d2t, t2d = mine.pop("d2t", None), mine.pop("t2d", None)

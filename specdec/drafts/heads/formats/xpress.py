@@ -28,11 +28,17 @@ def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size:
         ValueError: as ``zlab.flash``; or a reduced vocabulary, a refiner of other blocks, or an MLP whose width is no multiple of the rank.
     """
     made, _ = flash(fields, blocks, vocab_size, "xpress")
-    fields.skip("xpress_num_passes", "xpress_topc", "xpress_compile_head")
+    fields.skip(
+        "xpress_num_passes",
+        "xpress_topc",
+        "xpress_candidate_topc",
+        "xpress_fused_kernel",
+        "xpress_compile_head",
+    )
     fields.only("xpress_block_size", made.settings["block_size"])
     fields.only("draft_vocab_size", made.config.vocab_size)
     rank, inner = fields.get("xpress_rank", 256), fields.get("xpress_mlp_hidden", 512)
-    if inner % rank:
+    if rank < 1 or inner % rank:
         raise ValueError(
             f"{fields.source}: xpress_mlp_hidden is {inner} and xpress_rank {rank}, and here the first is a multiple of the second: use another checkpoint"
         )

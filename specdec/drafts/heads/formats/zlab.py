@@ -28,6 +28,8 @@ def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size:
     if fields.get("architectures") == ["DFlashDraftModel"]:
         return flash(fields, blocks, vocab_size, "dflash")[0]
     made, more = flash(fields, blocks, vocab_size, "dflash2")
+    for name in ("input_embedding_scale", "output_multiplier"):
+        more.only(name, 1.0)
     found = {name: more.need(theirs) for name, theirs in CONVOLUTIONS.items()}
     return replace(made, kind=DFlash2, settings={**made.settings, **found})
 
@@ -56,6 +58,8 @@ def sight_of(fields: Fields, more: Fields, layers: int) -> dict[str, Any]:
         ValueError: as ``windows_of``; or all layers are said to be causal, and some have no window.
     """
     windows, named = windows_of(fields, layers), "is_causal"
+    if windows is None and more.get("use_swa", False):  # as ModelOpt writes
+        windows = [more.need("swa_window_size")] * layers
     causal, inner = fields.get(named), more.get("causal")
     if causal is None and inner is not None:
         causal, named = inner, f"{more.where}causal"
@@ -69,7 +73,12 @@ def sight_of(fields: Fields, more: Fields, layers: int) -> dict[str, Any]:
 
 def block_of(fields: Fields, more: Fields, layers: int) -> dict[str, int]:
     """The settings of DFlash that z-lab's config has. ``block_size`` is at its top level in older checkpoints and in ``more`` in newer ones."""
-    size = fields.get("block_size", more.get("block_size"))
+    size, inner = fields.get("block_size"), more.get("block_size")
+    if None not in (size, inner) and size != inner:
+        raise ValueError(
+            f"{fields.source}: block_size is {size} and {more.where}block_size {inner}, and engines differ in which they read: give ignore= with the wrong one"
+        )
+    size = inner if size is None else size
     if size is None:
         size = fields.need("block_size")
     mask = more.get("mask_token_id", fields.get("mask_token_id"))

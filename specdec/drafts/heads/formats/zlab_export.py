@@ -1,4 +1,4 @@
-"""A DFlash head, or one that draws on it, as a checkpoint in z-lab's layout, which the engines SGLang and vLLM serve."""
+"""A DFlash head, or one that is built on it, as a checkpoint in z-lab's layout, which the engines SGLang and vLLM serve."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from typing import Any
 from specdec.drafts.heads.dflash import DFlash
 from specdec.drafts.heads.dflash2 import DFlash2
 from specdec.drafts.heads.domino import Domino
-from specdec.drafts.heads.formats import domino, lilicorr
+from specdec.drafts.heads.formats import domino, lilicorr, xpress
 from specdec.drafts.heads.formats.body import fields_of
 from specdec.drafts.heads.formats.speculators import CONVOLUTIONS
 from specdec.drafts.heads.lilicorr import LiLiCorr
 from specdec.drafts.heads.model import HeadModel
+from specdec.drafts.heads.xpress import XPress
 
 KINDS: dict[type[HeadModel], str] = {
     DFlash: "DFlashDraftModel",
     DFlash2: "DFlash2DraftModel",
     Domino: "DominoDraftModel",
     LiLiCorr: "LiLiCorrDraftModel",
+    XPress: "Qwen3XPressModel",
 }
 
 
@@ -70,6 +72,7 @@ def zlab_config(head: HeadModel) -> dict[str, Any]:
         "num_target_layers": last,
         "block_size": settings["block_size"],
         **both_directions,
+        **_beside(head),
         "dflash_config": {
             "mask_token_id": settings["mask_token"],
             "target_layer_ids": [tap - 1 for tap in taps],
@@ -83,7 +86,16 @@ def zlab_names(head: HeadModel) -> dict[str, str]:
     """The beginnings of names of tensors, the layout's -> the class's."""
     if type(head) is LiLiCorr:
         return lilicorr.names_of(head.settings["layers"])
-    return domino.NAMES if type(head) is Domino else {}
+    return {Domino: domino.NAMES, XPress: xpress.NAMES}.get(type(head), {})
+
+
+def _beside(head: HeadModel) -> dict[str, Any]:
+    """The fields of XPress, which are not in ``dflash_config``."""
+    if type(head) is not XPress:
+        return {}
+    s = head.settings
+    sizes = {"xpress_rank": s["rank"], "xpress_mlp_hidden": s["rank"] * s["mlp_ratio"]}
+    return {**sizes, "xpress_block_size": s["block_size"], "sample_from_anchor": False}
 
 
 def _more(head: HeadModel) -> dict[str, Any]:
