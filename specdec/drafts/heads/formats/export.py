@@ -66,8 +66,8 @@ def export(
     Args:
         target: the head's, an ``HFModel`` or a transformers model. verifier: the hub id or the folder under which the engine finds the target;
             ``None``: where it was loaded from. length: how many tokens the engine proposes by default; ``None``: all that the head can, or 3.
-        layout: ``"specforge"``: an ``Eagle3`` as SpecForge writes it, which SGLang serves; ``"z-lab"``: a ``DFlash``, ``DFlash2``, ``Domino`` or ``LiLiCorr`` as z-lab,
-            SpecForge and ModelOpt write them, which SGLang and vLLM serve. Neither has a verifier nor a length.
+        layout: ``"specforge"``: an ``Eagle3`` as SpecForge writes it, which SGLang serves; ``"z-lab"``: a ``DFlash``, ``DFlash2``, ``Domino``, ``LiLiCorr`` or ``XPress`` in
+            z-lab's layout, which SGLang and vLLM read. Neither has a verifier nor a length.
     Raises:
         TypeError: the layout has no heads of this class. ValueError: it cannot express the head: its mask, a tap ``"final"``, a mask token that
             is no id, both norms of taps, windows of several sizes or counted from slots, or a target whose logits are more than a product. Or the target is another one, or has no name,
