@@ -63,8 +63,9 @@ class LatticeAttention(nn.Module):
         """``x [..., N, W]`` and ``bias [heads, N, N]`` -> ``[..., N, W]``."""
         parts = self.in_proj(x).chunk(3, -1)
         query, key, value = (t.unflatten(-1, (self.heads, -1)).transpose(-3, -2) for t in parts)
-        made = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
-        return self.out_proj(made.transpose(-3, -2).flatten(-2))
+        # Written out: few candidates, and some kernels for a mask need its memory aligned.
+        weights = (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5 + bias).softmax(-1)
+        return self.out_proj((weights @ value).transpose(-3, -2).flatten(-2))
 
 
 class LatticeLayer(nn.Module):
