@@ -96,9 +96,8 @@ class Ends:
     ) -> Tensor:
         """``[..., E]`` -> ``[..., V]``; ``product``: what multiplies by ``output`` in place of PyTorch. raw: without the scale and the soft cap."""
         bias = self.output.bias
-        final = (
-            final.contiguous()
-        )  # of one with gaps PyTorch's product copies the matrix for each of its first dimensions
+        # PyTorch multiplies a tensor with gaps batch by batch, with a copy of the matrix for each.
+        final = final.contiguous()
         if product is None:
             out = F.linear(final, self.output.weight.detach(), None if bias is None else bias.detach())
         else:
