@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from specdec import zoo
 from specdec.lab.gguf_file import write_gguf
-from specdec.lab.report import plain
+from specdec.lab.report import plain as written
 
 SERVER = """#!{python}
 import json, sys
@@ -134,7 +134,7 @@ def test_the_comparison(tmp_path, monkeypatch, capsys):
     )  # each text by itself
     assert theirs[2, "plain"]["tokens_per_second"] == pytest.approx(2 * 8 / 1.0)
     taus = [theirs[1, m]["tau"] for m in ("plain", "ngram", "draft, k = 3")]
-    assert taus == [plain(tau) for tau in (1, 16 / 12, 16 / 8)]
+    assert taus == [written(tau) for tau in (1, 16 / 12, 16 / 8)]
     assert {row["same_texts"] for row in rows if row["engine"] == "specdec"} == {1.0}
     assert {row["same_texts"] for row in theirs.values()} == {0.5}
     mine = {(row["batch"], row["method"]): row for row in rows if row["engine"] == "specdec"}
