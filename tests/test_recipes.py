@@ -526,7 +526,8 @@ def test_ablations(tmp_path):
     for method, row in again.items():
         for name, value in row.items():  # computed again, from figures with six digits
             number = isinstance(value, (float, list))
-            assert value == (pytest.approx(whole[method][name], rel=1e-4) if number else whole[method][name])
+            rel = 1e-4 if name == "seed_sd" else 1e-5  # a difference of figures has fewer digits
+            assert value == (pytest.approx(whole[method][name], rel=rel) if number else whole[method][name])
     sources = [r["command"] for r in merged if r["part"] == "merged"]
     assert len(sources) == 3
     # What was merged is merged again: the runs are named, not the merging.
