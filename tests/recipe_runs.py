@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
+import pytest
 from one_process import each
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +40,11 @@ def quick(*words):
     (done,) = each([*words])
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def written(value, figures=1):
+    """``value`` up to the rounding of ``figures`` numbers to the six significant digits that a report has."""
+    return pytest.approx(value, rel=5.001e-6 * figures, abs=0)
 
 
 def report(path):

@@ -15,7 +15,7 @@ from time import monotonic, sleep
 import pytest
 import torch
 from one_process import each
-from recipe_runs import ROOT, quick, report, run
+from recipe_runs import ROOT, quick, report, run, written
 from tiny import tiny
 
 import specdec as sd
@@ -43,7 +43,7 @@ def test_the_gpu_suite_at_toy_size(tmp_path):
     assert correct["rotary embedding and KV store, 3 tokens, bfloat16"]["max_error"] < 2e-2
     assert correct["rejection, logits, temperature 0.7, float32"]["max_error"] < 1e-5
     timed = [r for r in measured if r["stage"] in "bc" and r["floor_seconds"] is not None]
-    assert all(r["share_of_floor"] == pytest.approx(r["floor_seconds"] / r["seconds"]) for r in timed)
+    assert all(r["share_of_floor"] == written(r["floor_seconds"] / r["seconds"], figures=3) for r in timed)
     assert {r["kind"] for r in timed if "kind" in r} >= {"eager"}
     texts = [r for r in measured if r["case"].startswith("sampled text")]
     assert {r["differ"] for r in texts if r.get("bar") == "invariant"} == {0.0}
@@ -72,9 +72,9 @@ def test_the_gpu_suite_at_toy_size(tmp_path):
     for r in gains:
         name, _, plain = r["case"].partition(", 2 x 16, over ")
         whole, alone = floors[f"a round, {name}, 2 x 16"], floors[f"a round, {plain}, 2 x 16"]
-        assert r["promised"] == pytest.approx(sd.verifiers.Synthetic(0.7).tau(4) * alone / whole)
+        assert r["promised"] == written(sd.verifiers.Synthetic(0.7).tau(4) * alone / whole, figures=3)
         assert whole > alone
-        assert r["promised_share"] == pytest.approx(r["ratio"] / r["promised"])
+        assert r["promised_share"] == written(r["ratio"] / r["promised"], figures=3)
     assert said.count("not measured") == len(bars)
     table = file.with_suffix(".md").read_text()
     assert "| stage | case | seconds | floor_seconds | share_of_floor | max_error | note |" in table

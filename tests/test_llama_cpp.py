@@ -8,12 +8,11 @@ import sys
 import gguf
 import pytest
 import torch
-from recipe_runs import imported, report
+from recipe_runs import imported, report, written
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from specdec import zoo
 from specdec.lab.gguf_file import write_gguf
-from specdec.lab.report import plain as written
 
 SERVER = """#!{python}
 import json, sys

@@ -12,7 +12,7 @@ import pytest
 import torch
 from doc_tables import tables, wrong
 from one_process import each
-from recipe_runs import ROOT, quick, report, run
+from recipe_runs import ROOT, quick, report, run, written
 from transformers import AutoModelForCausalLM
 
 import specdec as sd
@@ -210,7 +210,7 @@ def test_cpu_floor(tmp_path):
     assert [(r["method"], r["batch"]) for r in rows] == [(m, b) for b in (1, 2) for m in ("plain", "vanilla")]
     for r in rows:
         assert r["round_ms"] > r["draft_ms"] + r["target_ms"] > 0
-        assert abs(r["floor_ms"] - r["products_ms"] - r["reading_ms"]) < 1e-6 * r["floor_ms"]
+        assert r["floor_ms"] == written(r["products_ms"] + r["reading_ms"], figures=2)
     assert "times floor" in said
 
 
@@ -244,7 +244,7 @@ def test_cpu_kernels(tmp_path):
             other, ratio, none = ("one_thread_ms", "over_one_thread", "pytorch_ms")
             size = r["context"] * 256 if r["context"] else r["work"]
             assert (r["work"], r["threads"]) == (size, 2)
-        assert r[ratio] == pytest.approx(r[other] / r["ours_ms"])
+        assert r[ratio] == written(r[other] / r["ours_ms"], figures=3)
         assert r[none] is None
     assert "times faster" in said
 
@@ -614,7 +614,7 @@ def test_spins_recipes_at_toy_size(recipe, tmp_path):
         worth = [r for r in rows if r["part"] == "worth"]
         assert all(1 - 1e-9 <= r["request_oracle"] <= r["round_oracle"] + 1e-9 for r in worth)
         shares = [{k: v for k, v in r.items() if k.startswith("share:")} for r in worth]
-        assert all(sum(s.values()) == pytest.approx(1) and len(s) == 4 for s in shares)
+        assert all(sum(s.values()) == written(1) and len(s) == 4 for s in shares)
         named = {r["selector"].split(",")[0] for r in rows if r["part"] == "regret"}
         assert named >= set(sd.selectors.__all__) - {"Planner", "ByBatch"}  # which need a table
         assert {r["selector"] for r in rows if r["part"] == "call"} >= {"UCB1", "Spin", "Spin, exploring"}
@@ -642,7 +642,7 @@ def test_spins_recipes_at_toy_size(recipe, tmp_path):
             if name in both:
                 for other in ("plain", "best_fixed"):
                     speed = row["goodput"] / found[other, order]["goodput"]
-                    assert row[f"ratio_to_{other}"] == pytest.approx(speed)
+                    assert row[f"ratio_to_{other}"] == written(speed, figures=3)
         # A draft's texts are the same in any order, and so are its rounds.
         for name in ("plain", "best_fixed"):
             one, other = (found[name, order] for order in ("in order", "by kind"))
@@ -667,9 +667,9 @@ def test_spins_recipes_at_toy_size(recipe, tmp_path):
                     and (x["attention"], x["cores"]) == (r["attention"], r["cores"])
                 ]
                 assert r[f"ratio_to_{other}"] == (
-                    pytest.approx(r["goodput"] / same[0]["goodput"]) if same else None
+                    written(r["goodput"] / same[0]["goodput"], figures=3) if same else None
                 )
-        assert all(sum(r["arms"].values()) == pytest.approx(1) for r in rows)
+        assert all(sum(r["arms"].values()) == written(1) for r in rows)
 
 
 def test_the_pools_table(tmp_path):
@@ -723,7 +723,7 @@ def test_stop_rules(tmp_path):
     assert len(points) == 2 * 2 * (4 + 4 * 2)
     lengths = [r for r in points if r["rule"] == "length"]
     assert all(r["drafted"] == pytest.approx(r["least"]) for r in lengths)
-    assert all(0 <= r["drafted"] <= 4 and 1 <= r["tau"] <= 1.000001 + r["drafted"] for r in points)
+    assert all(0 <= r["drafted"] <= 4 and 1 <= r["tau"] <= (1 + r["drafted"]) * (1 + 1.1e-5) for r in points)
     found = [r for r in rows if "at" in r]
     assert found
     assert all(r["ratio_low"] <= r["ratio"] <= r["ratio_high"] for r in found)
