@@ -2,8 +2,8 @@
 
     python recipes/train_head.py --head eagle3 --target FOLDER_OR_HUB_ID --dataset TEXT --output my-head
 
-Heads are eagle3, peagle (P-EAGLE), mtp, medusa, dflash, dflash2, dspark, domino, lilicorr and xpress; the target is any causal LM that heads support. The text is a file (.txt,
-.jsonl, .json, .csv, .parquet), a folder or a data set of the hub. --column names the column of the texts, or of lists of chat messages, which the
+Heads are eagle3, peagle (P-EAGLE), mtp, medusa, dflash, jetspec (DFlash with a causal block), dflash2, dspark, domino, lilicorr and xpress; the
+target is any causal LM that heads support. The text is a file (.txt, .jsonl, .json, .csv, .parquet), a folder or a data set of the hub. --column names the column of the texts, or of lists of chat messages, which the
 tokenizer's chat template makes into text; of these the head learns what the assistant wrote. The first sequences are held out (or those of
 --validation-dataset): tau on them is printed for the new head, as it trains, and at the end.
 
@@ -52,14 +52,27 @@ ENGINES = {
     "specforge": "SGLang, which reads that of SpecForge",
     "z-lab": "SGLang and vLLM, which read that of z-lab",
 }
-LAYOUTS = {"specforge": ("eagle3",), "z-lab": ("dflash", "dflash2", "domino", "lilicorr", "xpress")}
+LAYOUTS = {
+    "specforge": ("eagle3",),
+    "z-lab": ("dflash", "jetspec", "dflash2", "domino", "lilicorr", "xpress"),
+}
 """The heads that some layouts have."""
 
 
 @dataclass(frozen=True)
 class Settings(OnOwnText):
     head: Literal[
-        "eagle3", "peagle", "mtp", "medusa", "dflash", "dflash2", "dspark", "domino", "lilicorr", "xpress"
+        "eagle3",
+        "peagle",
+        "mtp",
+        "medusa",
+        "dflash",
+        "jetspec",
+        "dflash2",
+        "dspark",
+        "domino",
+        "lilicorr",
+        "xpress",
     ] = option("eagle3", "the kind of head")
     target: str = option("", "a pocket model, a folder or a hub id")
     output: str = option("", "folder of the trained head")
@@ -84,7 +97,7 @@ class Settings(OnOwnText):
     export: str = option("", "also write the head into this folder, for engines")
     layout: Literal["speculators", "specforge", "z-lab"] = option(
         "speculators",
-        "of --export: speculators for vLLM, specforge for SGLang (eagle3 without the norms of EAGLE-3.1), or z-lab for both (dflash, dflash2, domino, lilicorr and xpress)",
+        "of --export: speculators for vLLM, specforge for SGLang (eagle3 without the norms of EAGLE-3.1), or z-lab for both (dflash, jetspec, dflash2, domino, lilicorr and xpress)",
     )
 
 

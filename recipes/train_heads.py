@@ -5,8 +5,8 @@
 The text is the mixture that pocket-target and pocket-spire were trained on. The target's activations are recorded once for all drafts, in
 bf16 in the work folder, about 3.6 GB a million tokens. Every head begins with new weights and uses the target's embedding and output matrix. The
 same command continues an interrupted run; finished drafts are exported into specdec/zoo with a model card. --drafts also takes
-pocket-dflash2, pocket-domino, pocket-lilicorr and pocket-xpress, more heads of the DFlash kind, and pocket-spire-equal and pocket-vanilla-equal, a SPIRe draft and a
-small language model, all trained on the same tokens. For a target and text of your own, and for P-EAGLE, there is recipes/train_head.py.
+pocket-jetspec, pocket-dflash2, pocket-domino, pocket-lilicorr and pocket-xpress, more heads of the DFlash kind, and pocket-spire-equal and
+pocket-vanilla-equal, a SPIRe draft and a small language model, all trained on the same tokens. For a target and text of your own, and for P-EAGLE, there is recipes/train_head.py.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ MORE = {
         "lilicorr", 7, 192, {"blocks": 2, "block_size": 8, "inner": 96, "heads": 4, "factors": 32}
     ),
     "pocket-xpress": Member("xpress", 7, 192, {"blocks": 2, "block_size": 8, "rank": 64}),
+    "pocket-jetspec": Member("jetspec", 7, 192, {"blocks": 2, "block_size": 8, "causal": True}),
 }
 """Heads that the package does not contain."""
 OTHERS = {"pocket-spire-equal": "spire", "pocket-vanilla-equal": "distilled_vanilla"}

@@ -67,6 +67,7 @@ HEADS = {
         XPress,
         {"blocks": 2, "block_size": 6, "rank": 8, "windows": [6, None], "anchor_first": True},
     ),
+    "jetspec": (DFlash, {"blocks": 2, "block_size": 9, "causal": True}),
     "dspark, strided": (DSpark, {"blocks": 1, "mask": Causal() & Window(9) & (Strided(3) | Sinks(1))}),
 }
 

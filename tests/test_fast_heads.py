@@ -92,6 +92,12 @@ HEADS = {
         {"blocks": 1, "block_size": 5, "rank": 16, "mask": streaming(6, 2)},
         DynamicTree(3, 3, 6),
     ),
+    "jetspec": (DFlash, {"blocks": 2, "block_size": 5, "causal": True}, Chain()),
+    "jetspec, tree, window": (
+        DFlash,
+        {"blocks": 2, "block_size": 5, "causal": True, "windows": [4, None], "mask": streaming(6, 2)},
+        DDTree(6),
+    ),
 }
 WAYS = {
     "C": {},

@@ -337,6 +337,23 @@ LAYOUTS = {
         },
         XPress, (2, 4, 6), {"rank": 5, "mlp_ratio": 3, "anchor_first": False},
     ),
+    "JetSpec": (
+        {**Z_LAB, "block_size": 4, "dflash_config": {**INNER, "causal_head": True}},
+        flash(2),
+        DFlash, (2, 4, 6), {"block_size": 4, "causal": True},
+    ),
+    "AutoModel, Domino": (
+        {
+            **Z_LAB, "architectures": ["Qwen3DFlashDraftModel"], "block_size": 4, "is_causal": False,
+            "dflash_config": {
+                **INNER, "block_size": 4, "projector_type": "domino", "pure_draft_prefix_len": 1, "emb_dim": 5, "gru_hidden_dim": 7, "shift_label": True,
+            },
+        },
+        {
+            **flash(2), "prefix_gru.weight_ih_l0:": [21, 16], "prefix_gru.weight_hh_l0:": [21, 7], "embed_proj.0": [5, 23], "embed_proj.2": [64, 5],
+        },
+        Domino, (2, 4, 6), {"block_size": 4, "anchor_first": True, "prefix": 1},
+    ),
     "DeepSpec, DSpark": (
         {
             **SIZES, **QWEN, **DSPARK, "architectures": ["Qwen3DSparkModel"], "num_hidden_layers": 1, "num_target_layers": 8, "block_size": 3,

@@ -123,6 +123,7 @@ MADE = {
     "domino": makes(Domino, blocks=2, block_size=3, rank=4, state=6),
     "lilicorr": makes(LiLiCorr, blocks=2, block_size=4, top_k=6, heads=4, factors=5),
     "xpress": makes(XPress, blocks=2, block_size=4, rank=5),
+    "jetspec": makes(DFlash, blocks=2, block_size=4, causal=True),
 }
 OTHERS = {
     "dflash2, anchor first, window": makes(
@@ -184,6 +185,10 @@ OTHERS = {
     ),
     "domino, sliding": makes(Domino, blocks=2, block_size=3, rank=4, state=6, windows=[None, 3]),
     "xpress, sliding": makes(XPress, blocks=2, block_size=4, rank=4, windows=[None, 3]),
+    "jetspec, sliding, window": makes(
+        DFlash, blocks=2, block_size=4, windows=[None, 3], causal=True, mask=streaming(5, 1)
+    ),
+    "dspark, causal": makes(DSpark, blocks=2, block_size=4, rank=4, causal=True),
     "dspark, gated": makes(
         DSpark, blocks=1, block_size=4, anchor_first=False, rank=4, markov="gated", confidence=False
     ),

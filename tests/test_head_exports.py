@@ -110,6 +110,18 @@ ZLAB = {
             "mlp_ratio": 1.5,
         },
     ),
+    "jetspec": (DFlash, {"blocks": 2, "block_size": 4, "causal": True}),
+    "xpress, causal, windows": (
+        XPress,
+        {
+            "blocks": 2,
+            "block_size": 4,
+            "rank": 6,
+            "causal": True,
+            "windows": [None, 9],
+            "windows_from": "slot",
+        },
+    ),
 }
 
 

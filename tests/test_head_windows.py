@@ -69,7 +69,7 @@ def gated(block, x):
     return block.mlp.down_proj(silu(block.mlp.gate_proj(x)) * block.mlp.up_proj(x))
 
 
-def in_block(head, taps, token, anchor, windows, origin, causal):
+def in_block(head, taps, token, anchor, windows, origin, causal, whole):
     """The logits ``[longest, V]`` of a DFlash block at ``anchor``; ``taps [anchor, n * E]``."""
     c, size = head.config, head.block_size
     context = normed(head.hidden_norm, head.fc(taps), c)
@@ -84,7 +84,7 @@ def in_block(head, taps, token, anchor, windows, origin, causal):
         seen = []
         for q in own.tolist():
             lowest = 0 if window is None else anchor - window if origin == "anchor" else q - window + 1
-            highest = q if causal and window is not None else anchor + size
+            highest = q if whole or (causal and window is not None) else anchor + size
             seen.append([p >= lowest for p in past.tolist()] + [p <= highest for p in own.tolist()])
         x = x + block.self_attn.o_proj(attended(query, key, value, seen))
         x = x + gated(block, normed(block.post_attention_layernorm, x, c))
@@ -107,21 +107,27 @@ WINDOWS = {
     "mixed, both directions": {"windows": [None, 4, 1], "windows_causal": False},
     "from slots": {"windows": [4, None, 7], "windows_from": "slot"},
     "from slots, both directions": {"windows": [4, 4, None], "windows_from": "slot", "windows_causal": False},
+    "causal": {"windows": [None] * 3, "causal": True},
+    "causal, mixed": {"windows": [6, None, 3], "causal": True, "windows_causal": False},
 }
 
 
 def wrong(given):
     """Every way to compute another function: a window off by one, the other origin, the other direction, layers in another order, none."""
-    sizes, origin, causal = given
+    sizes, origin, causal, whole = given
     for i, size in enumerate(sizes):
         if size is not None:
             for other in (size - 1, size + 1):
-                yield [*sizes[:i], other, *sizes[i + 1 :]], origin, causal
-    yield sizes, "slot" if origin == "anchor" else "anchor", causal
-    yield sizes, origin, not causal
+                yield [*sizes[:i], other, *sizes[i + 1 :]], origin, causal, whole
+    if None in sizes or not causal:
+        yield sizes, origin, causal, not whole
+    if any(sizes):
+        yield sizes, "slot" if origin == "anchor" else "anchor", causal, whole
+        yield [None] * len(sizes), origin, causal, whole
+        if not whole:
+            yield sizes, origin, not causal, whole
     if len(set(sizes)) > 1:
-        yield [*sizes[1:], sizes[0]], origin, causal
-    yield [None] * len(sizes), origin, causal
+        yield [*sizes[1:], sizes[0]], origin, causal, whole
 
 
 @pytest.mark.parametrize("name", WINDOWS)
@@ -129,7 +135,8 @@ def wrong(given):
 def test_logits_of_a_block_are_those_of_attention_written_out(target, name):
     settings = WINDOWS[name]
     head = makes(DFlash, blocks=3, block_size=4, **settings)(target)
-    given = settings["windows"], settings.get("windows_from", "anchor"), settings.get("windows_causal", True)
+    usual = {"windows_from": "anchor", "windows_causal": True, "causal": False}
+    given = settings["windows"], *(settings.get(name, value) for name, value in usual.items())
     tokens, layers = texts(head)
     taps = torch.cat([layers[tap][0] for tap in head.taps], -1)
     for anchor in (1, 3, 8, 14):

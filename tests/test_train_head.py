@@ -18,6 +18,7 @@ from specdec.lab.head_kinds import KINDS, LOGITS, anchors, mask_token_of
 from specdec.lab.loading import load
 from specdec.lab.states import sequence_states
 from specdec.training.anchored import blocks, layers_of
+from specdec.training.losses import ByDepth, CombinedLoss
 from specdec.training.states import target_states
 from specdec.training.train import train
 
@@ -174,7 +175,7 @@ def test_the_command_line(place, tmp_path):
         ({"validation_dataset": "/nowhere.jsonl"}, "--validation-dataset /nowhere.jsonl: it cannot be read"),
         (
             {"head": "eagle3", "layout": "z-lab"},
-            "it has no eagle3: leave it out, or train dflash or dflash2 or domino or lilicorr or xpress",
+            "it has no eagle3: leave it out, or train dflash or jetspec or dflash2 or domino or lilicorr or xpress",
         ),
     ],
 )
@@ -265,7 +266,10 @@ def logits(head, target):
         return blocks(head, tokens, layers_of(head, batch), 3)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("medusa", "domino", "lilicorr")])
+WITHOUT = ("medusa", "domino", "lilicorr", "jetspec")  # which the layout of speculators has not
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WITHOUT])
 def test_every_kind_is_trained_and_exported(kind, recipe, place, tmp_path, capsys):
     takes = KINDS[kind].takes
     more = {"mask_token": "~"} if "mask_token" in takes else {}
@@ -309,6 +313,18 @@ def test_a_head_for_sglang(recipe, tmp_path):
     mine, read = (sd.drafts.heads.load(folder, target, dtype=torch.float32) for folder in (out, there))
     assert torch.equal(logits(mine, target), logits(read, target))
     assert "--layout specforge" in (out / "README.md").read_text()
+
+
+def test_a_causal_block_for_vllm(recipe, place, tmp_path):
+    out, there = tmp_path / "head", tmp_path / "there"
+    words = {"head": "jetspec", "loss": "own", "mask_token": "~", "layers": ("1",), "tokens": 0.00025, "k": 3}
+    recipe.main(settings(recipe, place, out, layout="z-lab", export=str(there), **words))
+    config = json.loads((there / "config.json").read_text())
+    assert config["is_causal"] is config["dflash_config"]["causal"] is True
+    target, _ = load(str(place / "target"), torch.float32)
+    mine, read = (sd.drafts.heads.load(folder, target, dtype=torch.float32) for folder in (out, there))
+    assert torch.equal(logits(mine, target), logits(read, target))
+    check_trained(place, out, "jetspec")
 
 
 def test_a_head_that_cannot_be_exported_is_trained_all_the_same(recipe, place, tmp_path, capsys):
@@ -438,6 +454,10 @@ def test_a_head_fits_the_depth_of_its_target():
     assert KINDS["dflash"].new(shallow).settings["blocks"] == 1
     assert KINDS["dflash"].new(deep).settings["blocks"] == 5
     assert KINDS["eagle3"].new(deep).taps == (2, 12, 21)
+    head = KINDS["jetspec"].new(deep)
+    assert (head.causal, KINDS["dflash"].new(deep).causal) == (True, False)
+    assert KINDS["jetspec"].loss("own", head) == ByDepth(CombinedLoss(soft=1.0), 1.0)
+    assert KINDS["jetspec"].loss("mixed", head) == KINDS["dflash"].loss("mixed", head)
     head = KINDS["peagle"].new(deep, k=3, blocks=2)
     assert isinstance(head, PEagle)
     assert (head.longest, head.kv_layers) == (3, 2)

@@ -193,18 +193,36 @@ def test_windows_of_z_lab_contain_the_slot_and_are_causal(tmp_path, model, field
     assert spark.sights == sights_of([8, None], 2, 3, "slot", causal)
 
 
-def test_layers_without_a_window_that_are_causal_are_refused(tmp_path, model):
-    config = {"block_size": 4, "dflash_config": INNER, "is_causal": True}
-    for more in ({}, SLIDING):
-        written(tmp_path, "z-lab", config=config | more)
-        with pytest.raises(
-            ValueError, match="is_causal is True, and layers without a window attend in both directions"
-        ):
-            heads.load(tmp_path, model)
-        assert asked_to_ignore(tmp_path, model) == ("is_causal",)
-        heads.load(tmp_path, model, ignore=("is_causal",))
-    written(tmp_path, "z-lab", config=config | SLIDING | {"layer_types": ["sliding_attention"] * 2})
-    assert heads.load(tmp_path, model).sights == sights_of([8, 8], 2, 4, "slot")
+def test_causal_blocks_are_read(tmp_path, model):
+    """``is_causal`` of z-lab, ``causal`` of vLLM and ``causal_head`` of JetSpec are of all layers."""
+    for top, inner in (({"is_causal": True}, {}), ({}, {"causal": True}), ({}, {"causal_head": True})):
+        config = {"block_size": 4, "dflash_config": {**INNER, **inner}} | top
+        for more, sizes in (({}, None), (SLIDING, [8, None])):
+            written(tmp_path, "z-lab", config=config | more)
+            head = heads.load(tmp_path, model)
+            assert head.causal
+            assert head.sights == sights_of(sizes, 2, 4, "slot")
+        written(tmp_path, "z-lab", config=config | SLIDING | {"layer_types": ["sliding_attention"] * 2})
+        head = heads.load(tmp_path, model)
+        assert not head.causal  # its windows are
+        assert head.sights == sights_of([8, 8], 2, 4, "slot")
+
+
+def test_fields_that_differ_on_the_direction_are_refused(tmp_path, model):
+    both = {"causal": True, "causal_head": True}
+    config = {"block_size": 4, "dflash_config": {**INNER, **both}, "is_causal": False}
+    written(tmp_path, "z-lab", config=config)
+    said = r"is_causal is False and dflash_config\.causal is True and dflash_config\.causal_head is True"
+    with pytest.raises(ValueError, match=said):
+        heads.load(tmp_path, model)
+    assert heads.load(tmp_path, model, ignore=("is_causal",)).causal
+    ignore = ["dflash_config.causal", "dflash_config.causal_head"]
+    assert not heads.load(tmp_path, model, ignore=ignore).causal
+    # NeMo AutoModel writes is_causal=False into every checkpoint.
+    for inner, causal in (({"causal": True}, True), ({}, False)):
+        config["dflash_config"] = {**INNER, **inner, "block_size": 4}
+        written(tmp_path, "z-lab", config=config | {"architectures": ["Qwen3DFlashDraftModel"]})
+        assert heads.load(tmp_path, model).causal is causal
 
 
 @pytest.mark.parametrize("name", ["DeepSpec, DSpark", "SpecForge, P-EAGLE", "SafeAILab"])

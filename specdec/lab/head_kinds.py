@@ -35,7 +35,7 @@ class Kind:
 
     Attributes:
         head: its class. k: how many tokens are drafted at once by default. length: ``(name, more)``, where ``from_target`` takes ``name=k + more``; ``None``:
-            the head drafts any number. factor: of the loss from one depth to the next. own: the loss of the head's authors; ``None``: it cannot be computed from the logits that
+            the head drafts any number. factor: of the loss from one depth to the next. own: the loss of the head's authors, a ``ByDepth`` where they have another factor; ``None``: it cannot be computed from the logits that
             tokens are drawn from. blocks: how many transformer layers the head has by default, at most a quarter of the target's; 0: it always has one. settings: of
             ``from_target``. takes: which of ``mask_token`` and ``vocabulary`` recipes give to ``new``.
     """
@@ -106,7 +106,7 @@ class Kind:
             raise ValueError(
                 f"loss is 'own', and that of the authors of {self.head.__name__} reads logits beside those that tokens are drawn from: give 'mixed'"
             )
-        return ByDepth(each, self.factor)
+        return each if isinstance(each, ByDepth) else ByDepth(each, self.factor)
 
 
 FLASH = math.exp(-1 / 4)
@@ -150,8 +150,18 @@ KINDS = {
     "domino": Kind(Domino, 7, ("block_size", 0), FLASH, None, 5, takes=BOTH),
     "lilicorr": Kind(LiLiCorr, 7, ("block_size", 1), FLASH, None, 5, takes=("mask_token",)),
     "xpress": Kind(XPress, 7, ("block_size", 1), FLASH, None, 5, takes=BOTH),
+    "jetspec": Kind(
+        DFlash,
+        7,
+        ("block_size", 1),
+        FLASH,
+        ByDepth(CombinedLoss(soft=1.0), 1.0),
+        5,
+        settings={"causal": True},
+        takes=BOTH,
+    ),
 }
-"""The library's heads, by the names that recipes give them. With a mask token ``heads.export`` has a layout for all of them but Medusa, Domino and LiLiCorr."""
+"""The library's heads, by the names that recipes give them. With a mask token ``heads.export`` has a layout for all of them but Medusa."""
 
 RESERVED = re.compile(r"[<\[].*(reserved|unused)", re.IGNORECASE)
 

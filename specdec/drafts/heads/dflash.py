@@ -1,7 +1,8 @@
 """DFlash (arXiv 2602.06036): a block of masked slots is filled in one pass that attends in both directions and to features of the text.
 
 Each layer makes keys and values of the committed positions from one projection of the target's activations; only the block has queries.
-The slots are predicted independently: the law is marginal. Tensors have z-lab's names.
+The slots are predicted independently: the law is marginal. Tensors have z-lab's names. JetSpec (arXiv 2606.18394, section 2.2) is the same head with
+attention that is causal within the block.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ class DFlash(HeadModel):
         windows: for each block how many positions it sees, or ``None`` for all; ``None``: all blocks see all. windows_from: ``"anchor"``: every slot
             sees the last positions of the text before the anchor, and the block besides (speculators); ``"slot"``: the positions up to the slot,
             itself and the slots before it included (z-lab), at least ``block_size``. windows_causal: in blocks with a window a slot does not see
-            later slots; blocks without one attend in both directions.
+            later slots; blocks without one attend in both directions. causal: a slot sees no later slot in any block (JetSpec), whatever
+            ``windows_causal`` says.
     Raises:
+        TypeError: ``causal`` is neither true nor false.
         ValueError: no blocks, a block that predicts nothing, an id that does not exist, as ``sights_of`` for windows, or as ``HeadModel``.
     """
 
@@ -53,17 +56,21 @@ class DFlash(HeadModel):
         windows: Sequence[int | None] | None = None,
         windows_from: str = "anchor",
         windows_causal: bool = True,
+        causal: bool = False,
         **shared: Any,
     ):
         at_least(1, "blocks", blocks, "a head has at least 1 block")
         least = 1 if anchor_first else 2
         at_least(least, "block_size", block_size, f"a block that predicts a token has at least {least} slots")
+        if not isinstance(causal, bool):
+            raise TypeError(f"causal is {causal!r}: give True or False")
         sights = sights_of(windows, blocks, block_size, windows_from, windows_causal)
         super().__init__(
             config, taps, blocks=blocks, block_size=block_size, anchor_first=anchor_first, mask_token=mask_token,
-            windows=None if windows is None else list(windows), windows_from=windows_from, windows_causal=windows_causal, **shared,
+            windows=None if windows is None else list(windows), windows_from=windows_from, windows_causal=windows_causal, causal=causal,
+            **shared,
         )  # fmt: skip
-        self.sights = sights
+        self.sights, self.causal = sights, causal
         width = config.hidden_size
         self.block_size, self.first = block_size, 0 if anchor_first else 1
         self.kv_layers, self.longest, self.block_slots = blocks, block_size - self.first, block_size
@@ -108,7 +115,7 @@ class DFlash(HeadModel):
         known = self.embed(token)[..., None, :]
         masks = self.mask_embedding(self.embed).expand(*token.shape, self.block_size - 1, -1)
         x = torch.cat([known, masks], -2)
-        go = at.slots(0, self.block_size, full=True)
+        go = at.slots(0, self.block_size, full=not self.causal)
         angles = self.rotary(go.positions, x)
         for layer, (block, within) in enumerate(zip(self.layers, passes(go, self.sights), strict=True)):
             x = block(x, angles, layer, within)

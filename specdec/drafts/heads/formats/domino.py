@@ -1,4 +1,4 @@
-"""Checkpoints of Domino in z-lab's layout, as SpecForge and NVIDIA's ModelOpt write them."""
+"""Checkpoints of Domino in z-lab's layout, as SpecForge and NVIDIA's ModelOpt and NeMo AutoModel write them."""
 
 from __future__ import annotations
 
@@ -38,10 +38,12 @@ def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size:
 
 
 def takes(config: Mapping[str, Any]) -> bool:
-    """Whether a config is of Domino; ModelOpt gives it the architecture of DFlash."""
+    """Whether a config is of Domino; ModelOpt and AutoModel give it the architecture of DFlash."""
     kind = (config.get("dflash_config") or {}).get("projector_type")
     named = config.get("architectures")
-    return named == ["DominoDraftModel"] or (named == ["DFlashDraftModel"] and kind == "domino")
+    return named == ["DominoDraftModel"] or (
+        named in (["DFlashDraftModel"], ["Qwen3DFlashDraftModel"]) and kind == "domino"
+    )
 
 
 DOMINO = Format("Domino", takes, plan)

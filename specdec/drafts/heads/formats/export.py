@@ -179,6 +179,10 @@ def _flags(head: HeadModel, kind: str) -> dict[str, Any]:
         shared["embed_requires_grad"] = settings["own_embedding"]
         more = {"mask_token_id": settings["mask_token"]} if kind == "peagle" else {}
         return {**shared, **{name: settings[name] for name in FLAGS}, **more}
+    if settings["causal"]:
+        raise ValueError(
+            "causal is True: in the layout of speculators blocks without a window attend in both directions; give layout='z-lab'"
+        )
     sliding = any(settings["windows"] or ())
     if sliding and settings["windows_from"] != "anchor":
         raise ValueError(

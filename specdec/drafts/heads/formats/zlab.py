@@ -1,4 +1,5 @@
-"""Checkpoints of z-lab: DFlash, which SpecForge writes, too, and DFlash2. They have no embedding and no output matrix: the target's are used.
+"""Checkpoints of z-lab: DFlash, which SpecForge, JetSpec and NeMo AutoModel write, too, and DFlash2. They have no embedding and no output matrix: the
+target's are used.
 
 Ids of layers are counted from 0: ``i`` is the output of block ``i + 1``.
 """
@@ -18,6 +19,15 @@ from specdec.drafts.heads.formats.fields import Fields
 from specdec.drafts.heads.formats.plan import Format, Plan
 from specdec.drafts.heads.formats.speculators import CONVOLUTIONS
 
+KINDS = {
+    "DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash2",
+    "Qwen3DFlashDraftModel": "dflash",
+    "Qwen3DFlash2DraftModel": "dflash2",
+}
+"""Architectures -> ``projector_type``; NeMo AutoModel's have the model's family in their names."""
+AUTOMODEL = ["Qwen3DFlashDraftModel"], ["Qwen3DFlash2DraftModel"]
+
 
 def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size: int) -> Plan:
     """As ``Format.plan``.
@@ -25,7 +35,7 @@ def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size:
     Raises:
         ValueError: as ``flash``.
     """
-    if fields.get("architectures") == ["DFlashDraftModel"]:
+    if KINDS[fields.need("architectures")[0]] == "dflash":
         return flash(fields, blocks, vocab_size, "dflash")[0]
     made, more = flash(fields, blocks, vocab_size, "dflash2")
     for name in ("input_embedding_scale", "output_multiplier"):
@@ -51,24 +61,33 @@ def flash(fields: Fields, blocks: int, vocab_size: int, projector: str) -> tuple
 
 
 def sight_of(fields: Fields, more: Fields, layers: int) -> dict[str, Any]:
-    """The settings of DFlash for windows, as z-lab's and SpecForge's code has them: a window contains the slot's own position, and layers with one are
-    causal, unless ``is_causal``, or for vLLM ``causal`` in ``more``, says otherwise.
+    """The settings of DFlash for windows and directions, as z-lab's and SpecForge's code has them: a window contains the slot's own position, and layers
+    with one are causal, unless ``is_causal`` or, in ``more``, vLLM's ``causal`` or JetSpec's ``causal_head`` says of all layers what they are.
 
     Raises:
-        ValueError: as ``windows_of``; or all layers are said to be causal, and some have no window.
+        ValueError: as ``windows_of``; or these fields differ.
     """
-    windows, named = windows_of(fields, layers), "is_causal"
+    windows = windows_of(fields, layers)
     if windows is None and more.get("use_swa", False):  # as ModelOpt writes
         windows = [more.need("swa_window_size")] * layers
-    causal, inner = fields.get(named), more.get("causal")
-    if causal is None and inner is not None:
-        causal, named = inner, f"{more.where}causal"
-    if causal and (windows is None or None in windows):
+    said = {"is_causal": fields.get("is_causal")}
+    said |= {f"{more.where}{name}": more.get(name) for name in ("causal", "causal_head")}
+    said = {name: bool(value) for name, value in said.items() if value is not None}
+    if fields.get("architectures") in AUTOMODEL and len(said) > 1:
+        del said["is_causal"]  # which is False there also for JetSpec
+    if len(set(said.values())) > 1:
         raise ValueError(
-            f"{fields.source}: {named} is True, and layers without a window attend in both directions here: use another checkpoint, or, if this one was "
-            f"trained in both directions all the same, give ignore=({named!r},)"
+            f"{fields.source}: {' and '.join(f'{name} is {value}' for name, value in said.items())}, and projects differ in which they read: give ignore= "
+            "with the wrong one"
         )
-    return {"windows": windows, "windows_from": "slot", "windows_causal": causal is not False}
+    causal = next(iter(said.values()), None)
+    some_without = windows is None or None in windows
+    return {
+        "windows": windows,
+        "windows_from": "slot",
+        "windows_causal": causal is not False,
+        "causal": bool(causal) and some_without,
+    }
 
 
 def block_of(fields: Fields, more: Fields, layers: int) -> dict[str, int]:
@@ -121,6 +140,6 @@ def counted_from_0(ids: Sequence[int], blocks: int, source: str) -> list[int]:
 
 ZLAB = Format(
     "z-lab/dflash",
-    lambda config: config.get("architectures") in (["DFlashDraftModel"], ["DFlash2DraftModel"]),
+    lambda config: config.get("architectures") in [[name] for name in KINDS],
     plan,
 )

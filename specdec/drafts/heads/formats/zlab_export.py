@@ -65,17 +65,21 @@ def zlab_config(head: HeadModel) -> dict[str, Any]:
         raise ValueError(
             "windows_from is 'anchor': the layout of z-lab counts windows from each slot; make the head with windows_from='slot'"
         )
-    both_directions = {} if any(windows or ()) and settings["windows_causal"] else {"is_causal": False}
+    if settings["causal"]:
+        causal = {"is_causal": True}
+    else:
+        causal = {} if any(windows or ()) and settings["windows_causal"] else {"is_causal": False}
     return {
         "architectures": [kind],
         **fields_of(head.config, settings["blocks"], True, windows),
         "num_target_layers": last,
         "block_size": settings["block_size"],
-        **both_directions,
+        **causal,
         **_beside(head),
         "dflash_config": {
             "mask_token_id": settings["mask_token"],
             "target_layer_ids": [tap - 1 for tap in taps],
+            **({"causal": True, "causal_head": True} if settings["causal"] else {}),
             **_more(head),
         },
         "dtype": str(head.dtype).removeprefix("torch."),
