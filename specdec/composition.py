@@ -10,7 +10,7 @@ import torch
 
 from specdec.arm_policy import ArmAssignment, ArmPolicy
 from specdec.capabilities import DraftPart, ModelInfo, VerifierInfo
-from specdec.protocols import Draft, LanguageModel, Verifier
+from specdec.protocols import Draft, KeepsTexts, LanguageModel, Verifier
 from specdec.sampling import Sampling
 
 
@@ -45,6 +45,11 @@ class Composition:
     def device(self) -> torch.device | None:
         """The device of the target's logits."""
         return ModelInfo.of(self.target).device
+
+    @cached_property
+    def keeps(self) -> KeepsTexts | None:
+        """The target, if it keeps texts between calls that the draft can use: one that reads activations needs them of every token."""
+        return self.target if isinstance(self.target, KeepsTexts) and not self.drafting.info.taps else None
 
     @property
     def nodes(self) -> int:

@@ -150,6 +150,15 @@ class Selector(Protocol[S]):
 
 
 @runtime_checkable
+class KeepsTexts(Protocol):
+    """A model that keeps between calls what it has computed of texts."""
+
+    def keep(self, cache: Any, context: Context, rows: Sequence[int]) -> None:
+        """Texts have ended, of which the cache holds what was read. Row i of ``context`` is row ``rows[i]`` of the cache."""
+        ...
+
+
+@runtime_checkable
 class Binds(Protocol):
     """A draft that depends on the target or on the sampling."""
 

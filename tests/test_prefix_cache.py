@@ -14,7 +14,7 @@ from tiny import tiny
 
 import specdec as sd
 from specdec.cache import prefixes
-from specdec.executors import Pipelined, Serial
+from specdec.executors import Ahead, Optimistic, Pipelined, Serial
 from specdec.models.stacked import StackedModel
 
 SYSTEM = [(7 * i + 3) % 90 for i in range(40)]
@@ -79,8 +79,13 @@ def test_what_follows_continues_the_copied_beginning():
         one, other = (d.generate([text], max_new_tokens=20, seed=turn).ids[0] for d in (ours, theirs))
         assert one == other
         text += [*one, 11, 12]
-    assert model.prefixes.found == sum((len(SYSTEM) + 22 * turn) // 8 * 8 for turn in range(3))
-    assert draft.prefixes.found > 2 * model.prefixes.found  # both decoders use it
+    prompts = [len(SYSTEM) + 22 * turn for turn in range(3)]
+    assert model.prefixes.found == sum(
+        (n + 19) // 8 * 8 for n in prompts
+    )  # answers without their last tokens
+    assert draft.prefixes.found > 2 * sum(
+        n // 8 * 8 for n in prompts
+    )  # both decoders use it; it keeps prompts
 
 
 def test_activations_of_copied_tokens_are_returned():
@@ -442,3 +447,72 @@ def test_random_calls_give_plain_samplings_texts(monkeypatch, seed):
             assert {before for before, _ in kept} <= {0, *(b.number for b in kept.values())}
     if limits[0] > 100 * block:
         assert target.prefixes.found > 0
+
+
+@pytest.mark.parametrize("page", [None, 4])
+@pytest.mark.parametrize(
+    "executor", [Serial(), Pipelined(2), Optimistic(), Ahead()], ids=lambda e: type(e).__name__
+)
+def test_answers_are_kept(executor, page):
+    """Turns of three conversations at once, whose answers have different lengths: only what the user adds is read, with the answer's last block."""
+    graphs = "eager" if isinstance(executor, Ahead) else False
+    model, plain = (
+        sd.HFModel(tiny("llama"), graphs=graphs, page=page, prefix_cache=limit) for limit in (GIB, None)
+    )
+    small = sd.HFModel(tiny("llama", seed=1), graphs=graphs)
+    ours, theirs = (
+        sd.decoder(m).draft(small, 3).verifier(sd.Coupled()).executor(e).build()
+        for m, e in ((model, executor), (plain, Serial()))
+    )
+    plainly = sd.decoder(model).build()
+    texts, lengths = [[*SYSTEM, n] for n in range(3)], [9, 20, 14]
+    for turn in range(3):
+        for served in (False, True):
+            if served and not isinstance(executor, Optimistic):
+                requests = [sd.Request(text, n) for text, n in zip(texts, lengths)]
+                found = sorted(ours.serve(requests, limit=2, seed=turn), key=lambda one: one.index)
+                ids = [one.ids for one in found]
+            else:
+                ids = ours.generate(texts, lengths, seed=turn).ids
+            assert ids == theirs.generate(texts, lengths, seed=turn).ids
+        before = model.prefixes.found
+        texts = [[*text, *answer, 5] for text, answer in zip(texts, ids)]
+        cached = [(len(text) - 2) // 8 * 8 for text in texts]
+        requests = [sd.Request(text, 1) for text in texts]
+        found = sorted(plainly.serve(requests, clock="rounds", limit=3), key=lambda one: one.index)
+        assert [one.cached for one in found] == cached
+        assert model.prefixes.found - before == sum(cached)
+
+
+def test_a_draft_that_reads_activations_keeps_no_answers():
+    from specdec.drafts.heads import Eagle3
+
+    model = sd.HFModel(tiny("llama"), prefix_cache=GIB)
+    head = Eagle3.from_target(model, taps=(0, 1, 2))
+    decoder = sd.decoder(model).draft(sd.drafts.Head(head), length=3).build()
+    out = decoder.generate([SYSTEM], 20)
+    assert model.prefixes.bytes == 40 // 8 * next(iter(model.prefixes._held.values())).bytes
+    decoder.generate([SYSTEM + out.ids[0]], 1)
+    assert model.prefixes.found == 40
+
+
+@pytest.mark.parametrize("look", [False, True])
+def test_answers_of_changed_weights_are_not_kept(look):
+    """Weights that change while a text is decoded; ``look``: and that another call has noticed by its end."""
+    user = tiny("llama")
+    model = sd.HFModel(user, prefix_cache=GIB, graphs=False)
+    rounds = []
+
+    def change(round):
+        rounds.append(round)
+        if len(rounds) == 4:
+            with torch.no_grad():
+                user.get_input_embeddings().weight[3] += 1
+            if look:
+                asked(model, [SYSTEM])
+
+    sd.decoder(model).build().generate([SYSTEM], 30, on_round=change)
+    kept = len(model.prefixes._held)
+    assert kept == (5 if look else 0)
+    mine, theirs = (asked(m, [[*SYSTEM, 1]]).logits for m in (model, sd.HFModel(user)))
+    assert torch.allclose(mine, theirs, atol=1e-9)

@@ -222,3 +222,35 @@ def test_decoders_take_it_by_name(tmp_path):
         decoder = sd.decoder(str(tmp_path / name), prefix_cache=GIB)
         decoder.save(tmp_path / f"saved {name}")
         assert sd.load(tmp_path / f"saved {name}").build().target.prefixes.limit == GIB
+
+
+def test_answers_are_kept(monkeypatch):
+    """The next turn of a conversation goes on from the end of the answer."""
+    model, plain = (OwnCache(stateful("qwen3_next"), prefix_cache=limit) for limit in (GIB, None))
+    draft = sd.drafts.NGram()
+    ours, theirs = (sd.decoder(m).draft(draft, 3).verifier(sd.Coupled()).build() for m in (model, plain))
+    texts = [[*SYSTEM, n] for n in range(2)]
+    for turn in range(3):
+        ids = ours.generate(texts, [5, 8], seed=turn).ids
+        assert ids == theirs.generate(texts, [5, 8], seed=turn).ids
+        texts = [[*text, *answer, 5, 6] for text, answer in zip(texts, ids)]
+        counts = reads(monkeypatch)
+        assert close(model, plain, texts)
+        assert counts[:2] == [3, 3]  # the answer's last token, and what the user added
+        monkeypatch.undo()
+        monkeypatch.setattr(kept_states, "LEAST", 8)
+
+
+def test_answers_of_changed_weights_are_not_kept():
+    user = stateful("lfm2")
+    model, rounds = OwnCache(user, prefix_cache=GIB), []
+
+    def change(round):
+        rounds.append(round)
+        if len(rounds) == 4:
+            with torch.no_grad():
+                user.get_input_embeddings().weight[3] += 1
+            asked(model, [SYSTEM])
+
+    sd.decoder(model).build().generate([SYSTEM], 12, on_round=change)
+    assert [len(entry.tokens) for entry in model.prefixes._held.values()] == [40]

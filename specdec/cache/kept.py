@@ -30,7 +30,7 @@ class Kept(Generic[K, S]):
         limit: bytes, on the devices of the model's memory. weights: returns those of the model: parameters, and buffers that no forward writes.
     Attributes:
         asked: tokens of prompts that were to be read so far. found: how many of them were copied. bytes: of what is kept. stale: whether weights had
-            changed at the last call, so that nothing was copied.
+            changed at the last call, so that nothing was copied. weights: by which changes are noticed, another object after each.
     """
 
     def __init__(self, limit: int, weights: Callable[[], Iterable[Tensor]]):
@@ -38,7 +38,7 @@ class Kept(Generic[K, S]):
         self.asked = self.found = self.bytes = 0
         self._held: OrderedDict[K, S] = OrderedDict()  # the one that was used last is the last
         self._lock = Lock()
-        self._weights: Signs | None = None
+        self.weights: Signs | None = None
         self.stale = False
 
     def __reduce__(self) -> Any:  # a copy begins empty
@@ -57,14 +57,14 @@ class Kept(Generic[K, S]):
         """Drop everything if weights have changed. Models call it where they begin to use changed weights, when a cache is made."""
         with self._lock:
             now = self._signs()
-            if not _same(now, self._weights):
+            if not _same(now, self.weights):
                 self._clear()
-                self._weights = now
+                self.weights = now
             self.stale = False
 
     def _changed(self) -> bool:
         """Whether weights have changed since they were looked at; then everything is dropped, as a model may still use copies of the old ones."""
-        self.stale = not _same(self._signs(), self._weights)
+        self.stale = not _same(self._signs(), self.weights)
         if self.stale:
             self._clear()
         return self.stale

@@ -1,4 +1,5 @@
-"""Prompts that begin with an earlier one, for models whose state cannot be cut: states are kept at the ends of prompts, and where two prompts part."""
+"""Prompts that begin with an earlier text, for models whose state cannot be cut: states are kept at the ends of prompts and answers, and where two prompts
+part."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.cache.kept import Kept, made_by, use
+from specdec.cache.kept import Kept, Signs, made_by, use
 from specdec.cache.states import State
 from specdec.configs import setting
 from specdec.types import common
@@ -30,7 +31,7 @@ class _Entry(NamedTuple):
 class KeptStates(Kept[bytes, _Entry]):
     """States of earlier prompts, by their tokens.
 
-    A state after a prompt helps only a text that begins with the whole prompt, as the next turn of a conversation does. Where a text has ``LEAST`` tokens in common
+    A state after a text helps only a prompt that begins with the whole text, as the next turn of a conversation does. Where a text has ``LEAST`` tokens in common
     with a kept one and then parts from it, a state is kept there, too; it helps from the third such text on.
 
     Args, Attributes: as of ``Kept``.
@@ -63,17 +64,21 @@ class KeptStates(Kept[bytes, _Entry]):
             self.found += held
         return own, part if part >= held + LEAST else len(text)
 
-    def keep(self, state: State) -> None:
-        """Keep a copy of a state, unless weights have changed since its cache was made, or there is no room for it."""
+    def keep(self, state: State, begun: Signs | None = None) -> None:
+        """Keep a copy of a state, unless weights have changed since its cache was made, or there is no room for it.
+
+        Args:
+            begun: ``weights`` when its row began to be read; ``None``: in this call.
+        """
         words = np.array(state.tokens, dtype=np.int64)
         key = words.tobytes()
         with self._lock:
-            if not key or self._changed():
+            if not key or self._changed() or (begun is not None and begun is not self.weights):
                 return
             if key in self._held:
                 self._held.move_to_end(key)
                 return
-            weights = self._weights
+            weights = self.weights
         tensors = _tensors((state.memory, state.logits), set())
         need = sum(tensor.nbytes for tensor in tensors) + 3 * words.nbytes
         if need > self.limit:
@@ -85,7 +90,7 @@ class KeptStates(Kept[bytes, _Entry]):
             return
         ready = made_by(_tensors((own.memory, own.logits), set()))
         with self._lock:
-            if self._weights is weights:
+            if self.weights is weights:
                 self._put(key, _Entry(own, words, need, ready))
 
 

@@ -1,4 +1,4 @@
-"""Prompts that begin like earlier ones: their keys and values are copied from memory that lasts between calls, and are not computed again.
+"""Prompts that begin like earlier texts: their keys and values are copied from memory that lasts between calls, and are not computed again.
 
 Automatic prefix caching, as vLLM has it: texts are cut into blocks of ``SIZE`` tokens. A block's keys and values depend on all tokens before it,
 so a block is found by its own tokens and by the block before it. What was not used for the longest time is dropped first; of one text, that
@@ -118,6 +118,7 @@ class PrefixCache(Kept[Key, Block]):
             if self._changed():
                 return NOTHING
             for b in rows:
+                cache.begun[b] = self.weights
                 same = common(np.array(cache.row(b), dtype=np.int64), words[b, : length[b]])
                 lent[b], held[b] = self._find(words[b, : length[b] - 1], taps), same // SIZE
                 self.asked += length[b] - same
@@ -137,6 +138,14 @@ class PrefixCache(Kept[Key, Block]):
                         at += part[0].shape[1]
                 cache.remember(b, words[b], 0, SIZE * len(lent[b]), 0)
         return Lent(self, lent)
+
+    def keep_ended(self, cache: Cache, rows: Iterable[int]) -> None:
+        """Keep the full blocks of ``rows``, whose texts have ended, answers included, unless weights have changed since the rows began to be read."""
+        with self._lock:
+            if self._changed():
+                return
+            same = [b for b in rows if cache.begun[b] is self.weights]
+        self.keep(cache, same, None)
 
     def keep(self, cache: Cache, rows: Iterable[int], fed: Fed | None) -> None:
         """Keep the full blocks of what ``rows`` hold; ``fed``: the activations of all their tokens. Where there is no memory for them, all are dropped."""

@@ -54,11 +54,11 @@ class StateCache:
     """The states of each row: ``rows[b]`` has one, and behind it perhaps another that has read fewer tokens.
 
     Attributes:
-        capacity: the most tokens of a row, nodes included.
+        capacity: the most tokens of a row, nodes included. begun: for each row the weights that it is read with, as ``KeptStates`` knows them.
     """
 
-    def __init__(self, rows: list[tuple[State, ...]], capacity: int):
-        self.rows, self.capacity = rows, capacity
+    def __init__(self, rows: list[tuple[State, ...]], capacity: int, begun: Sequence[Any] = ()):
+        self.rows, self.capacity, self.begun = rows, capacity, list(begun) or [None] * len(rows)
 
     @property
     def length(self) -> Tensor:
@@ -84,8 +84,9 @@ class StateCache:
         for b in rows.tolist():
             kept.append(tuple(s.copy() for s in self.rows[b]) if b in seen else self.rows[b])
             seen.add(b)
-        return StateCache(kept, self.capacity)
+        return StateCache(kept, self.capacity, [self.begun[b] for b in rows.tolist()])
 
     def join(self, other: StateCache) -> StateCache:
         """The cache of both caches' rows, in order; neither may be used again."""
-        return StateCache([*self.rows, *other.rows], max(self.capacity, other.capacity))
+        begun = [*self.begun, *other.begun]
+        return StateCache([*self.rows, *other.rows], max(self.capacity, other.capacity), begun)

@@ -6,7 +6,7 @@ the index through ``commit`` only, because equal tokens do not mean equal ancest
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,14 +25,18 @@ class Row(NamedTuple):
 
 
 class TokenIndex:
-    """The tokens that each of ``batch`` rows of up to ``capacity`` tokens has consumed; none at first."""
+    """The tokens that each of ``batch`` rows of up to ``capacity`` tokens has consumed; none at first.
+
+    Attributes:
+        begun: for each row what ``PrefixCache`` noted when it began to be read, else ``None``.
+    """
 
     def __init__(self, batch: int, capacity: int):
         self.capacity = capacity
-        self._hold(np.zeros((batch, capacity), dtype=np.int64), [0] * batch, [0] * batch)
+        self._hold(np.zeros((batch, capacity), dtype=np.int64), [0] * batch, [0] * batch, [None] * batch)
 
-    def _hold(self, tokens: np.ndarray, lengths: list[int], fed: list[int]) -> None:
-        self._tokens, self._lengths, self._fed = tokens, lengths, fed
+    def _hold(self, tokens: np.ndarray, lengths: list[int], fed: list[int], begun: list[Any]) -> None:
+        self._tokens, self._lengths, self._fed, self.begun = tokens, lengths, fed, begun
 
     @property
     def batch(self) -> int:
@@ -134,7 +138,7 @@ class TokenIndex:
         """Copy row ``i`` of ``other`` to row ``b``."""
         n = other._lengths[i]
         self._tokens[b, :n] = other._tokens[i, :n]
-        self._lengths[b], self._fed[b] = n, other._fed[i]
+        self._lengths[b], self._fed[b], self.begun[b] = n, other._fed[i], other.begun[i]
 
     def _hold_both(self, one: TokenIndex, other: TokenIndex) -> None:
         """Become the index of both indices' rows, in order, for texts as long as the longer ones."""
@@ -142,8 +146,10 @@ class TokenIndex:
         self.capacity = max(one.capacity, other.capacity)
         tokens = np.zeros((mine + theirs, self.capacity), dtype=np.int64)
         tokens[:mine, : one.capacity], tokens[mine:, : other.capacity] = one._tokens, other._tokens
-        self._hold(tokens, [*one._lengths, *other._lengths], [*one._fed, *other._fed])
+        pairs = ((one._lengths, other._lengths), (one._fed, other._fed), (one.begun, other.begun))
+        self._hold(tokens, *([*a, *b] for a, b in pairs))
 
-    def _rows(self, order: list[int]) -> tuple[np.ndarray, list[int], list[int]]:
+    def _rows(self, order: list[int]) -> tuple[np.ndarray, list[int], list[int], list[Any]]:
         """The arguments of ``_hold`` for some rows, in the given order."""
-        return self._tokens[order], [self._lengths[b] for b in order], [self._fed[b] for b in order]
+        lengths, fed, begun = ([some[b] for b in order] for some in (self._lengths, self._fed, self.begun))
+        return self._tokens[order], lengths, fed, begun

@@ -209,6 +209,9 @@ class MicroBatch:
         self.number += 1
         if not bool(round.finished.any()):
             return None
+        if self.composition.keeps is not None:
+            ended = round.finished.nonzero()[:, 0]
+            self.composition.keeps.keep(self.cache, self.context.select(ended), ended.tolist())
         stay = staying(round.finished)
         self.context, self.rng = self.context.select(stay), self.rng.select(stay)
         if self.next_arms is not None:

@@ -245,11 +245,24 @@ class Rounds:
         round = self._round(found, arrived - began)
         rows = self.rows._replace(context=round.context.append(round.verdict.tokens, round.committed))
         if bool(round.finished.any()):
-            stay = (~round.finished).nonzero()[:, 0]
+            stay, ended = ((round.finished == end).nonzero()[:, 0] for end in (False, True))
+            self._keep(rows.context.select(ended), self.at[ended].tolist())
             rows, self.at = rows.select(stay), self.at[stay]
         self.rows, self.number, self.stale = rows, self.number + 1, True
         round.seconds["total"] = perf_counter() - began  # type: ignore[index]
         return round
+
+    def _keep(self, context: Context, rows: list[int]) -> None:
+        """As ``protocols.KeepsTexts``. A round in flight writes behind what these rows hold."""
+        if self.composition.keeps is not None:
+            self._tell(context, rows)
+            self.composition.keeps.keep(self.cache, context, rows)
+
+    def _tell(self, context: Context, rows: list[int]) -> None:
+        """Tell the target's cache what its ``rows`` hold."""
+        words = context.tokens.numpy()
+        for i, (b, n) in enumerate(zip(rows, context.length.tolist())):
+            self.cache.remember(b, words[i], 0, n - 1, 0)
 
     def _round(self, found: np.ndarray, seconds: float) -> Round:
         """The record of a result, which took ``seconds``."""
@@ -282,9 +295,8 @@ class Rounds:
         gone[self.at] = False
         stay = staying(gone)
         self.rows = self.rows.select(torch.searchsorted(self.at, stay))
-        context, words = self.rows.context, self.rows.context.tokens.numpy()
-        for i, (b, n) in enumerate(zip(stay.tolist(), context.length.tolist())):
-            self.cache.remember(b, words[i], 0, n - 1, 0)
+        context = self.rows.context
+        self._tell(context, stay.tolist())
         self.cache = self.cache.select(stay)
         if self.memory is not None and self.part is not None:
             self.memory = self.part.select(self.memory, stay, context)

@@ -66,7 +66,7 @@ class HFModel(Wrapper):
         kv_dtype: ``torch.float8_e4m3fn`` or ``float8_e5m2``: keys and values are rounded to it when they are stored, and read back in the
             dtype of the queries. It is then the model with a rounded cache: as a draft it changes what is accepted and never the output; a
             target's output differs from the full cache's, and drafts do not change it further (docs/models.md).
-        prefix_cache: bytes in which keys and values of prompts stay between calls, for prompts that begin alike (docs/models.md);
+        prefix_cache: bytes in which keys and values of texts stay between calls, for prompts that begin alike (docs/models.md);
             ``None``: every call reads its prompts. ``prefixes`` says what was found.
     Raises:
         UnsupportedModel: the family cannot be run exactly; the message says why, and which families can.
@@ -298,6 +298,11 @@ class HFModel(Wrapper):
             packed.remember(cache, context)
         fed = prompts.keep(cache, Fed(layers, *packed.owners()) if taps else None)
         return Scores(logits, fed, prompts.found)
+
+    def keep(self, cache: Cache, context: Context, rows: Sequence[int]) -> None:
+        """As in ``protocols.KeepsTexts``, with a ``prefix_cache``."""
+        if self.prefixes is not None and type(self)._pieces is HFModel._pieces:
+            self.prefixes.keep_ended(cache, rows)
 
     def _plan(
         self,

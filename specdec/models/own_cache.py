@@ -47,7 +47,7 @@ class OwnCache(Wrapper):
         tokenizer: needed for text and chat prompts only.
         prefill_chunk: the most tokens of a prompt in one forward; ``None``: 512.
         refeed: the most accepted tokens that are read again in a verification. If there are more, they are read for good in a forward of their own.
-        prefix_cache: bytes in which states of prompts stay between calls, for prompts that begin with an earlier one (docs/models.md); ``None``: every
+        prefix_cache: bytes in which states of texts stay between calls, for prompts that begin with an earlier one (docs/models.md); ``None``: every
             call reads its prompts. ``prefixes`` says what was found.
     Raises:
         UnsupportedModel: the family is no causal LM of text, or a forward in pieces gives other logits than one without a cache.
@@ -142,7 +142,15 @@ class OwnCache(Wrapper):
         at_least(0, "capacity", capacity, "give a number of tokens, 0 or more")
         if self.prefixes is not None:
             self.prefixes.look_at_weights()
-        return StateCache([(State(),) for _ in range(batch)], capacity)
+        begun = [] if self.prefixes is None else [self.prefixes.weights] * batch
+        return StateCache([(State(),) for _ in range(batch)], capacity, begun)
+
+    def keep(self, cache: StateCache, context: Context, rows: Sequence[int]) -> None:
+        """As in ``protocols.KeepsTexts``, with a ``prefix_cache``."""
+        if self.prefixes is not None:
+            for i, b in enumerate(rows):
+                text = context.row(i)
+                self.prefixes.keep(self._longest(cache.rows[b], text, len(text)), cache.begun[b])
 
     @torch.inference_mode()
     def prefill(self, cache: StateCache, context: Context, rows: Tensor | None = None) -> None:
