@@ -305,20 +305,15 @@ class HFModel(Wrapper):
             self.prefixes.keep_ended(cache, rows)
 
     def _plan(
-        self,
-        cache: Cache,
-        context: Context,
-        proposal: Proposal | None,
-        start: int | None,
-        rows: Tensor | None,
+        self, cache: Cache, context: Context, proposal: Proposal | None, at: int | None, rows: Tensor | None
     ) -> tuple[PackedBatch, int]:
-        """What to feed, and how many rows of logits each row has."""
+        """What to feed, and how many rows of logits each row has; ``at``: the ``start`` of ``score``."""
         nodes = 0 if proposal is None else proposal.nodes
-        first, end = spans(cache, context, proposal, start, rows)
+        first, end = spans(cache, context, proposal, at, rows)
         packed = self._feed(cache, context, proposal if nodes else None, first, end)
-        for row in packed.rows if start is None else ():
+        for row in packed.rows if at is None else ():
             cache.forget_nodes(row.b)
-        return packed, nodes + 1 if start is None else max(nodes - start, 0)
+        return packed, nodes + 1 if at is None else max(nodes - at, 0)
 
     def _feed(
         self,
