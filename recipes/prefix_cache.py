@@ -41,8 +41,8 @@ class Settings(Recipe):
     conversations: int = option(8, "conversations")
     turns: int = option(5, "turns of each")
     system: int = option(192, "tokens of the system prompt")
-    turn: int = option(96, "tokens of a user's turn")
-    answer: int = option(32, "tokens of an answer")
+    turn: int = option(48, "tokens of a user's turn")
+    answer: int = option(112, "tokens of an answer")
     k: int = option(4, "drafted tokens of a round")
     repeats: int = option(3, "times through all conversations")
 

@@ -153,8 +153,9 @@ class Selector(Protocol[S]):
 class KeepsTexts(Protocol):
     """A model that keeps between calls what it has computed of texts."""
 
-    def keep(self, cache: Any, context: Context, rows: Sequence[int]) -> None:
-        """Texts have ended, of which the cache holds what was read. Row i of ``context`` is row ``rows[i]`` of the cache."""
+    def keep_texts(self, cache: Any, context: Context, rows: Sequence[int]) -> None:
+        """Texts have ended, of which the cache holds what was read: not the last token, and perhaps accepted tokens beyond the text. Row i of ``context`` is row
+        ``rows[i]`` of the cache. It is called if the draft reads no activations."""
         ...
 
 

@@ -342,6 +342,19 @@ LAYOUTS = {
         flash(2),
         DFlash, (2, 4, 6), {"block_size": 4, "causal": True},
     ),
+    "AutoModel, DFlash2": (
+        {
+            **Z_LAB, "architectures": ["Qwen3DFlash2DraftModel"], "is_causal": False, "block_size": 4,
+            "dflash_config": {
+                **INNER, "block_size": 4, "conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 5, "selector_top_k": 6,
+            },
+        },
+        {
+            **flash(2), **CONVOLUTIONS, "candidate_selector.predecessor_codebook:": [64, 5], "candidate_selector.successor_codebook:": [64, 5],
+            "candidate_selector.hidden_projection": [5, 16],
+        },
+        DFlash2, (2, 4, 6), {"block_size": 4, "conv_group": 4, "rank": 5, "top_k": 6, "causal": False},
+    ),
     "AutoModel, Domino": (
         {
             **Z_LAB, "architectures": ["Qwen3DFlashDraftModel"], "block_size": 4, "is_causal": False,
@@ -686,6 +699,12 @@ def test_windows_of_modelopt(tmp_path, model):
         assert settings["windows"] == [9, 9]
         assert settings["windows_from"] == "slot"
         assert settings["windows_causal"] is (causal is not False)
+
+
+def test_windows_of_a_reranker_whose_direction_jetspecs_field_has(tmp_path, model):
+    inner = {**INNER, **LATTICE, "use_swa": True, "swa_window_size": 9, "causal_head": True}
+    written(tmp_path, "vLLM, LiLiCorr", config={"dflash_config": inner})
+    assert heads.load(tmp_path, model).causal
 
 
 def asked_to_ignore(tmp_path, model):

@@ -466,15 +466,14 @@ def test_answers_are_kept(executor, page):
     )
     plainly = sd.decoder(model).build()
     texts, lengths = [[*SYSTEM, n] for n in range(3)], [9, 20, 14]
-    for turn in range(3):
-        for served in (False, True):
-            if served and not isinstance(executor, Optimistic):
-                requests = [sd.Request(text, n) for text, n in zip(texts, lengths)]
-                found = sorted(ours.serve(requests, limit=2, seed=turn), key=lambda one: one.index)
-                ids = [one.ids for one in found]
-            else:
-                ids = ours.generate(texts, lengths, seed=turn).ids
-            assert ids == theirs.generate(texts, lengths, seed=turn).ids
+    for turn in range(4):
+        if turn % 2 and not isinstance(executor, Optimistic):
+            requests = [sd.Request(text, n) for text, n in zip(texts, lengths)]
+            served = sorted(ours.serve(requests, limit=2, seed=turn), key=lambda one: one.index)
+            ids = [one.ids for one in served]
+        else:
+            ids = ours.generate(texts, lengths, seed=turn).ids
+        assert ids == theirs.generate(texts, lengths, seed=turn).ids
         before = model.prefixes.found
         texts = [[*text, *answer, 5] for text, answer in zip(texts, ids)]
         cached = [(len(text) - 2) // 8 * 8 for text in texts]
@@ -512,7 +511,65 @@ def test_answers_of_changed_weights_are_not_kept(look):
                 asked(model, [SYSTEM])
 
     sd.decoder(model).build().generate([SYSTEM], 30, on_round=change)
-    kept = len(model.prefixes._held)
-    assert kept == (5 if look else 0)
+    assert len(model.prefixes._held) == 5  # of prompts
     mine, theirs = (asked(m, [[*SYSTEM, 1]]).logits for m in (model, sd.HFModel(user)))
     assert torch.allclose(mine, theirs, atol=1e-9)
+
+
+def test_nothing_of_a_text_is_kept_after_a_clear():
+    model, rounds = sd.HFModel(tiny("llama"), prefix_cache=GIB, graphs=False), []
+
+    def clear(round):
+        rounds.append(round)
+        if len(rounds) == 4:
+            model.prefixes.clear()
+
+    decoder = sd.decoder(model).build()
+    decoder.generate([SYSTEM], 30, on_round=clear)
+    assert model.prefixes.bytes == 0
+    decoder.generate([SYSTEM], 30)
+    assert len(model.prefixes._held) == (40 + 30 - 1) // 8
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("executor", [Serial(), Ahead()], ids=lambda e: type(e).__name__)
+def test_answers_end_inside_accepted_trees(executor, kv_dtype):
+    """Of ends in the middle of an accepted path, with trees whose nodes move; what is kept is what a prompt would leave."""
+    graphs = "eager" if isinstance(executor, Ahead) else False
+    user = tiny("llama")
+    model, plain = (
+        sd.HFModel(user, graphs=graphs, kv_dtype=kv_dtype, prefix_cache=limit) for limit in (GIB, None)
+    )
+    draft = sd.drafts.Tree(sd.HFModel(user, graphs=graphs), (2, 1, 1))
+    ours, theirs = (sd.decoder(m).draft(draft, 3).executor(executor).build() for m in (model, plain))
+    ends = range(0, 97, 5)
+    for turn in range(6):
+        prompts = [[*SYSTEM, turn], [turn] * 5]
+        answers = ours.generate(prompts, 24, seed=turn, eos_token_id=ends).ids
+        assert answers == theirs.generate(prompts, 24, seed=turn, eos_token_id=ends).ids
+        assert any(len(ids) < 24 for ids in answers)
+        texts = [[*prompt, *answer, 1] for prompt, answer in zip(prompts, answers)]
+        mine, other = (asked(m, texts) for m in (model, plain))
+        assert torch.allclose(mine.logits, other.logits, atol=1e-9 if kv_dtype is None else 1e-2)
+        for text, found in zip(texts, mine.found):  # the end, too, if tokens behind it were accepted
+            assert found in {(len(text) - n) // 8 * 8 for n in (2, 1)}
+
+
+def test_a_wrapper_with_a_cache_of_its_own_keeps_nothing():
+    class Wrapper:
+        """A model that passes everything on but its cache."""
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def cache(self, batch, capacity):
+            made = sd.HFModel(tiny("llama"), graphs=False).cache(batch, capacity)
+            made.__class__ = type("Own", (type(made),), {})
+            return made
+
+    inner = sd.HFModel(tiny("llama"), prefix_cache=GIB, graphs=False)
+    out = sd.decoder(Wrapper(inner)).build().generate([SYSTEM], 20, seed=1)
+    assert out.ids == sd.decoder(inner).build().generate([SYSTEM], 20, seed=1).ids

@@ -241,6 +241,21 @@ def test_answers_are_kept(monkeypatch):
         monkeypatch.setattr(kept_states, "LEAST", 8)
 
 
+def test_nothing_of_a_text_is_kept_after_a_clear():
+    model, rounds = OwnCache(stateful("lfm2"), prefix_cache=GIB), []
+
+    def clear(round):
+        rounds.append(round)
+        if len(rounds) == 4:
+            model.prefixes.clear()
+
+    decoder = sd.decoder(model).build()
+    decoder.generate([SYSTEM], 12, on_round=clear)
+    assert model.prefixes.bytes == 0
+    decoder.generate([SYSTEM], 12)
+    assert [len(entry.tokens) for entry in model.prefixes._held.values()] == [40, 51]
+
+
 def test_answers_of_changed_weights_are_not_kept():
     user = stateful("lfm2")
     model, rounds = OwnCache(user, prefix_cache=GIB), []

@@ -204,8 +204,9 @@ def test_causal_blocks_are_read(tmp_path, model):
             assert head.sights == sights_of(sizes, 2, 4, "slot")
         written(tmp_path, "z-lab", config=config | SLIDING | {"layer_types": ["sliding_attention"] * 2})
         head = heads.load(tmp_path, model)
-        assert not head.causal  # its windows are
+        assert head.causal
         assert head.sights == sights_of([8, 8], 2, 4, "slot")
+        assert heads.load(tmp_path, model, windows=[None, 8]).causal
 
 
 def test_fields_that_differ_on_the_direction_are_refused(tmp_path, model):
@@ -219,10 +220,11 @@ def test_fields_that_differ_on_the_direction_are_refused(tmp_path, model):
     ignore = ["dflash_config.causal", "dflash_config.causal_head"]
     assert not heads.load(tmp_path, model, ignore=ignore).causal
     # NeMo AutoModel writes is_causal=False into every checkpoint.
-    for inner, causal in (({"causal": True}, True), ({}, False)):
+    for inner, causal in (({"causal": True}, True), ({}, False), (both, True)):
         config["dflash_config"] = {**INNER, **inner, "block_size": 4}
         written(tmp_path, "z-lab", config=config | {"architectures": ["Qwen3DFlashDraftModel"]})
         assert heads.load(tmp_path, model).causal is causal
+        assert heads.load(tmp_path, model, ignore=("is_causal",)).causal is causal
 
 
 @pytest.mark.parametrize("name", ["DeepSpec, DSpark", "SpecForge, P-EAGLE", "SafeAILab"])
@@ -245,3 +247,13 @@ def test_windows_of_transformers_are_its_defaults_where_a_config_does_not_say(tm
         config={"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9},
     )
     assert heads.load(tmp_path, model).sights == sights_of([None, 10], 2, 4, "slot", causal=False)
+
+
+def test_a_causal_block_with_windows_alone_is_written_for_speculators(tmp_path, model):
+    settings = {"block_size": 4, "windows": [9, 9], "windows_causal": False, "causal": True, "mask_token": 9}
+    head = DFlash.from_target(sd.HFModel(model), blocks=2, **settings)
+    heads.export(head, tmp_path, model, verifier="x/y")
+    assert heads.load(tmp_path, model).sights == sights_of([9, 9], 2, 4)
+    half = DFlash.from_target(sd.HFModel(model), blocks=2, **settings | {"windows": [9, None]})
+    with pytest.raises(ValueError, match=r"causal is True: .* give layout='z-lab'"):
+        heads.export(half, tmp_path / "half", model, verifier="x/y")

@@ -24,7 +24,7 @@ class HasBytes(Protocol):
 
 
 class Kept(Generic[K, S]):
-    """What was computed of earlier prompts of one model. What was not used for the longest time is dropped first.
+    """What was computed of earlier texts of one model. What was not used for the longest time is dropped first.
 
     Args:
         limit: bytes, on the devices of the model's memory. weights: returns those of the model: parameters, and buffers that no forward writes.
@@ -49,9 +49,12 @@ class Kept(Generic[K, S]):
         return f"{type(self).__name__}({self.bytes / 2**20:.1f} of {self.limit / 2**20:.1f} MiB{share})"
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop everything, and keep nothing of texts that are being decoded."""
         with self._lock:
             self._clear()
+            if self.weights is not None:
+                places, values = self.weights
+                self.weights = places, values  # another object
 
     def look_at_weights(self) -> None:
         """Drop everything if weights have changed. Models call it where they begin to use changed weights, when a cache is made."""
@@ -64,10 +67,13 @@ class Kept(Generic[K, S]):
 
     def _changed(self) -> bool:
         """Whether weights have changed since they were looked at; then everything is dropped, as a model may still use copies of the old ones."""
-        self.stale = not _same(self._signs(), self.weights)
+        self.stale = not self._same_weights()
         if self.stale:
             self._clear()
         return self.stale
+
+    def _same_weights(self) -> bool:
+        return _same(self._signs(), self.weights)
 
     def _clear(self) -> None:
         self._held.clear()

@@ -29,7 +29,7 @@ class _Entry(NamedTuple):
 
 
 class KeptStates(Kept[bytes, _Entry]):
-    """States of earlier prompts, by their tokens.
+    """States of earlier texts, by their tokens.
 
     A state after a text helps only a prompt that begins with the whole text, as the next turn of a conversation does. Where a text has ``LEAST`` tokens in common
     with a kept one and then parts from it, a state is kept there, too; it helps from the third such text on.
@@ -73,7 +73,9 @@ class KeptStates(Kept[bytes, _Entry]):
         words = np.array(state.tokens, dtype=np.int64)
         key = words.tobytes()
         with self._lock:
-            if not key or self._changed() or (begun is not None and begun is not self.weights):
+            if not key or (begun is not None and begun is not self.weights):
+                return
+            if not self._same_weights() if begun is not None else self._changed():
                 return
             if key in self._held:
                 self._held.move_to_end(key)

@@ -53,7 +53,7 @@ class Block(NamedTuple):
 
 class Lent(NamedTuple):
     """What rows that read their texts from the beginning need not feed: the blocks that each was lent, and the activations of what was ``read`` for several rows at
-    once. ``found``: of each row, the tokens of earlier prompts that it begins with."""
+    once. ``found``: of each row, the tokens of earlier texts that it begins with."""
 
     prefixes: PrefixCache | None
     blocks: Mapping[int, Sequence[Block]]
@@ -92,7 +92,7 @@ NOTHING = Lent(None, {})
 
 
 class PrefixCache(Kept[Key, Block]):
-    """Blocks of earlier prompts of one model. Args, Attributes: as of ``Kept``."""
+    """Blocks of earlier texts of one model. Args, Attributes: as of ``Kept``."""
 
     def __init__(self, limit: int, weights: Callable[[], Iterable[Tensor]]):
         super().__init__(limit, weights)
@@ -142,17 +142,18 @@ class PrefixCache(Kept[Key, Block]):
     def keep_ended(self, cache: Cache, rows: Iterable[int]) -> None:
         """Keep the full blocks of ``rows``, whose texts have ended, answers included, unless weights have changed since the rows began to be read."""
         with self._lock:
-            if self._changed():
-                return
-            same = [b for b in rows if cache.begun[b] is self.weights]
-        self.keep(cache, same, None)
+            same = self._same_weights()
+        if same:
+            self.keep(cache, rows, None)
 
     def keep(self, cache: Cache, rows: Iterable[int], fed: Fed | None) -> None:
-        """Keep the full blocks of what ``rows`` hold; ``fed``: the activations of all their tokens. Where there is no memory for them, all are dropped."""
+        """Keep the full blocks of what ``rows`` hold, of those that began to be read with the weights that are known now; ``fed``: the activations of all their
+        tokens. Where there is no memory for them, all are dropped."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
             try:
                 for b in rows:
-                    self._keep(cache, b, fed)
+                    if cache.begun[b] is self.weights:
+                        self._keep(cache, b, fed)
             except (MemoryError, torch.OutOfMemoryError):
                 self._clear()
 

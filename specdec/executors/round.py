@@ -211,7 +211,7 @@ class MicroBatch:
             return None
         if self.composition.keeps is not None:
             ended = round.finished.nonzero()[:, 0]
-            self.composition.keeps.keep(self.cache, self.context.select(ended), ended.tolist())
+            self.composition.keeps.keep_texts(self.cache, self.context.select(ended), ended.tolist())
         stay = staying(round.finished)
         self.context, self.rng = self.context.select(stay), self.rng.select(stay)
         if self.next_arms is not None:

@@ -253,10 +253,10 @@ class Rounds:
         return round
 
     def _keep(self, context: Context, rows: list[int]) -> None:
-        """As ``protocols.KeepsTexts``. A round in flight writes behind what these rows hold."""
+        """As ``protocols.KeepsTexts``. A round in flight writes to slots after those of these texts."""
         if self.composition.keeps is not None:
             self._tell(context, rows)
-            self.composition.keeps.keep(self.cache, context, rows)
+            self.composition.keeps.keep_texts(self.cache, context, rows)
 
     def _tell(self, context: Context, rows: list[int]) -> None:
         """Tell the target's cache what its ``rows`` hold."""

@@ -299,9 +299,10 @@ class HFModel(Wrapper):
         fed = prompts.keep(cache, Fed(layers, *packed.owners()) if taps else None)
         return Scores(logits, fed, prompts.found)
 
-    def keep(self, cache: Cache, context: Context, rows: Sequence[int]) -> None:
+    def keep_texts(self, cache: Cache, context: Context, rows: Sequence[int]) -> None:
         """As in ``protocols.KeepsTexts``, with a ``prefix_cache``."""
-        if self.prefixes is not None and type(self)._pieces is HFModel._pieces:
+        own = type(self)._pieces is HFModel._pieces and type(cache) in (SlotCache, PagedCache)
+        if self.prefixes is not None and own:
             self.prefixes.keep_ended(cache, rows)
 
     def _plan(

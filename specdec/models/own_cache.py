@@ -145,9 +145,9 @@ class OwnCache(Wrapper):
         begun = [] if self.prefixes is None else [self.prefixes.weights] * batch
         return StateCache([(State(),) for _ in range(batch)], capacity, begun)
 
-    def keep(self, cache: StateCache, context: Context, rows: Sequence[int]) -> None:
+    def keep_texts(self, cache: StateCache, context: Context, rows: Sequence[int]) -> None:
         """As in ``protocols.KeepsTexts``, with a ``prefix_cache``."""
-        if self.prefixes is not None:
+        if self.prefixes is not None and type(cache) is StateCache:
             for i, b in enumerate(rows):
                 text = context.row(i)
                 self.prefixes.keep(self._longest(cache.rows[b], text, len(text)), cache.begun[b])
@@ -246,7 +246,7 @@ class OwnCache(Wrapper):
 
     @torch.inference_mode()
     def _begun(self, states: tuple[State, ...], text: tuple[int, ...]) -> tuple[tuple[State, ...], int]:
-        """The states from which a row reads ``text``, and how many of its tokens were kept. An empty row gets a copy of what earlier prompts left. If the text parts
+        """The states from which a row reads ``text``, and how many of its tokens were kept. An empty row gets a copy of what earlier texts left. If the text parts
         from a kept one further on, it is read to there, and that state is kept."""
         if self.prefixes is None or states[-1].tokens:
             return states, 0

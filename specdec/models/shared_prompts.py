@@ -30,7 +30,7 @@ def reading(
     own: bool,
     score: Callable[..., Scores] | None = None,
 ) -> Iterator[Lent]:
-    """A context in which prompts are read. At its beginning, empty rows get what other rows of the call or earlier prompts share with them; if it fails, they are empty again.
+    """A context in which prompts are read. At its beginning, empty rows get what other rows of the call or earlier texts share with them; if it fails, they are empty again.
 
     Args:
         taps: layers whose activations are wanted of every position; then only equal prompts are shared, and earlier ones have kept them.

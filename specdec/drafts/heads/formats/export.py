@@ -179,7 +179,7 @@ def _flags(head: HeadModel, kind: str) -> dict[str, Any]:
         shared["embed_requires_grad"] = settings["own_embedding"]
         more = {"mask_token_id": settings["mask_token"]} if kind == "peagle" else {}
         return {**shared, **{name: settings[name] for name in FLAGS}, **more}
-    if settings["causal"]:
+    if settings["causal"] and None in (settings["windows"] or (None,)):
         raise ValueError(
             "causal is True: in the layout of speculators blocks without a window attend in both directions; give layout='z-lab'"
         )
@@ -193,7 +193,7 @@ def _flags(head: HeadModel, kind: str) -> dict[str, Any]:
         "block_size": settings["block_size"],
         "mask_token_id": settings["mask_token"],
         "sample_from_anchor": settings["anchor_first"],
-        "sliding_window_non_causal": sliding and not settings["windows_causal"],
+        "sliding_window_non_causal": sliding and not (settings["windows_causal"] or settings["causal"]),
     }
     more = {"dspark": {**MARKOV, **CONFIDENCE}, "dflash2": CONVOLUTIONS, "xpress": REFINER}.get(kind, {})
     return {**shared, **found, **{theirs: settings[mine] for mine, theirs in more.items()}}

@@ -43,7 +43,8 @@ def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size:
         "conv_group": more.get("conv_group_size", 0),
     }
     names = names_of(found["layers"], numbered="lilicorr.feature_mlp.0.weight" in tensors)
-    if made.settings["windows"] and fields.get("is_causal") is None and more.get("causal") is None:
+    said = (fields.get("is_causal"), more.get("causal"), more.get("causal_head"))
+    if made.settings["windows"] and said == (None, None, None):
         found["windows_causal"] = None  # engines differ
     drop = () if own else (HEAD,)  # engines do not read it then
     return replace(made, kind=LiLiCorr, settings={**made.settings, **found}, names=names, drop=drop)

@@ -74,19 +74,18 @@ def sight_of(fields: Fields, more: Fields, layers: int) -> dict[str, Any]:
     said |= {f"{more.where}{name}": more.get(name) for name in ("causal", "causal_head")}
     said = {name: bool(value) for name, value in said.items() if value is not None}
     if fields.get("architectures") in AUTOMODEL and len(said) > 1:
-        del said["is_causal"]  # which is False there also for JetSpec
+        said.pop("is_causal", None)  # which is False there also for JetSpec
     if len(set(said.values())) > 1:
         raise ValueError(
             f"{fields.source}: {' and '.join(f'{name} is {value}' for name, value in said.items())}, and projects differ in which they read: give ignore= "
             "with the wrong one"
         )
     causal = next(iter(said.values()), None)
-    some_without = windows is None or None in windows
     return {
         "windows": windows,
         "windows_from": "slot",
         "windows_causal": causal is not False,
-        "causal": bool(causal) and some_without,
+        "causal": bool(causal),
     }
 
 
