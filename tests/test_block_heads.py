@@ -34,7 +34,8 @@ from specdec.testing.session import BUDGETS, Session
 from specdec.training.anchored import blocks, steps
 
 BLOCK = {
-    name: MADE[name] for name in ("dflash", "dspark", "peagle", "dflash2", "domino", "lilicorr", "xpress")
+    name: MADE[name]
+    for name in ("dflash", "dspark", "peagle", "dflash2", "domino", "lilicorr", "xpress", "jetspec")
 }
 STOP = Chain(stop=0.5)
 
@@ -454,6 +455,7 @@ TREES = {
     "dflash, ddtree": ("dflash", DDTree(3)),
     "dspark, stop": ("dspark", STOP),
     "dspark, tree": ("dspark", DynamicTree(2, 2, 3)),
+    "jetspec, ddtree": ("jetspec", DDTree(3)),
 }
 
 
