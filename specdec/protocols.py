@@ -155,7 +155,8 @@ class KeepsTexts(Protocol):
 
     def keep_texts(self, cache: Any, context: Context, rows: Sequence[int]) -> None:
         """Texts have ended, of which the cache holds what was read: not the last token, and perhaps accepted tokens beyond the text. Row i of ``context`` is row
-        ``rows[i]`` of the cache. It is called if the draft reads no activations."""
+        ``rows[i]`` of the cache. A target's is called if the draft
+        reads no activations, a draft's model's by ``drafts.Model`` and ``drafts.Tree``."""
         ...
 
 

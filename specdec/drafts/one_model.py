@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from specdec.models.hf import HFModel
-from specdec.protocols import LanguageModel
+from specdec.protocols import KeepsTexts, LanguageModel
 from specdec.types import Context, Proposal, Round
 
 
@@ -54,6 +54,10 @@ class OneModel:
     def observe(self, state: ModelState, round: Round) -> ModelState:
         if state.proposal is round.proposal:  # otherwise the cache holds another tree, which sync notices
             state.cache.commit(round.context, round.verdict)
+        if bool(round.finished.any()) and isinstance(self.model, KeepsTexts):
+            ended = round.finished.nonzero()[:, 0]
+            text = readable(round.context.append(round.verdict.tokens, round.committed), self.model)
+            self.model.keep_texts(state.cache, text.select(ended), ended.tolist())
         return ModelState(state.cache, None)
 
     def select(self, state: ModelState, rows: Tensor) -> ModelState:

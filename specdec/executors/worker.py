@@ -75,7 +75,9 @@ class DraftWorker:
         """Observe the last round and draft for the next; ``None`` for a micro-batch that is finished."""
         self.before = None
         if not request.context.batch:
-            self.halves.pop(request.micro_batch, None)
+            half = self.halves.pop(request.micro_batch, None)
+            if half is not None:
+                half.observe(request.round)  # a model may keep what it has read of texts that end
             return None
         half = self.halves[request.micro_batch] = self._told(request, self.halves.get(request.micro_batch))
         if not request.round.number:
