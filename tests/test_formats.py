@@ -564,7 +564,7 @@ WRONG = {
     "a missing mask token": (
         "z-lab",
         {"config": {"dflash_config": {}}},
-        r"lacks dflash_config\.mask_token_id",
+        "no mask token: give mask_token=",
     ),
     "a bias": ("z-lab", {"config": {"attention_bias": True}}, "attention_bias is True"),
     "windows": (

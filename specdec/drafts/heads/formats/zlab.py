@@ -100,8 +100,6 @@ def block_of(fields: Fields, more: Fields, layers: int) -> dict[str, int]:
     if size is None:
         size = fields.need("block_size")
     mask = more.get("mask_token_id", fields.get("mask_token_id"))
-    if mask is None:
-        mask = more.need("mask_token_id")
     return {"blocks": layers, "block_size": size, "mask_token": mask}
 
 
