@@ -89,7 +89,8 @@ def test_a_plot_has_the_figures(out, monkeypatch):
 @pytest.mark.filterwarnings(
     "ignore:Pickle, copy, and deepcopy:DeprecationWarning"
 )  # matplotlib's, from Python 3.12 on
-def test_a_notebook_shows_a_plot_without_pyplot(out):
+def test_a_notebook_shows_a_plot_without_pyplot(out, monkeypatch):
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)  # IPython warns of one that is not this process's
     formats = InteractiveShell.instance().display_formatter.format
     one = Live([{"method": "a", "batch": 1, "ratio": 1, "ratio_low": 1, "ratio_high": 2, "best": True}], "a")
     for figure in (out.stats.plot(), one.plot()):

@@ -30,7 +30,7 @@ class Kept(Generic[K, S]):
         limit: bytes, on the devices of the model's memory. weights: returns those of the model: parameters, and buffers that no forward writes.
     Attributes:
         asked: tokens of prompts that were to be read so far. found: how many of them were copied. bytes: of what is kept. stale: whether weights had
-            changed at the last call, so that nothing was copied. weights: by which changes are noticed, another object after each.
+            changed at the last call, so that nothing was copied. version: of the weights, another object after each change.
     """
 
     def __init__(self, limit: int, weights: Callable[[], Iterable[Tensor]]):
@@ -38,7 +38,7 @@ class Kept(Generic[K, S]):
         self.asked = self.found = self.bytes = 0
         self._held: OrderedDict[K, S] = OrderedDict()  # the one that was used last is the last
         self._lock = Lock()
-        self.weights: Signs | None = None
+        self.version: Signs | None = None
         self.stale = False
 
     def __reduce__(self) -> Any:  # a copy begins empty
@@ -52,17 +52,17 @@ class Kept(Generic[K, S]):
         """Drop everything, and keep nothing of texts that are being decoded."""
         with self._lock:
             self._clear()
-            if self.weights is not None:
-                places, values = self.weights
-                self.weights = places, values  # another object
+            if self.version is not None:
+                places, values = self.version
+                self.version = places, values  # another object
 
     def look_at_weights(self) -> None:
         """Drop everything if weights have changed. Models call it where they begin to use changed weights, when a cache is made."""
         with self._lock:
             now = self._signs()
-            if not _same(now, self.weights):
+            if not _same(now, self.version):
                 self._clear()
-                self.weights = now
+                self.version = now
             self.stale = False
 
     def _changed(self) -> bool:
@@ -73,7 +73,7 @@ class Kept(Generic[K, S]):
         return self.stale
 
     def _same_weights(self) -> bool:
-        return _same(self._signs(), self.weights)
+        return _same(self._signs(), self.version)
 
     def _clear(self) -> None:
         self._held.clear()

@@ -68,19 +68,18 @@ class KeptStates(Kept[bytes, _Entry]):
         """Keep a copy of a state, unless weights have changed since its cache was made, or there is no room for it.
 
         Args:
-            begun: ``weights`` when its row began to be read; ``None``: in this call.
+            begun: ``version`` when its row began to be read; ``None``: it is the present one.
         """
         words = np.array(state.tokens, dtype=np.int64)
         key = words.tobytes()
         with self._lock:
-            if not key or (begun is not None and begun is not self.weights):
-                return
-            if not self._same_weights() if begun is not None else self._changed():
+            current = begun is None or (begun is self.version and self._same_weights())
+            if not key or not current or (begun is None and self._changed()):
                 return
             if key in self._held:
                 self._held.move_to_end(key)
                 return
-            weights = self.weights
+            version = self.version
         tensors = _tensors((state.memory, state.logits), set())
         need = sum(tensor.nbytes for tensor in tensors) + 3 * words.nbytes
         if need > self.limit:
@@ -92,7 +91,7 @@ class KeptStates(Kept[bytes, _Entry]):
             return
         ready = made_by(_tensors((own.memory, own.logits), set()))
         with self._lock:
-            if self.weights is weights:
+            if self.version is version:
                 self._put(key, _Entry(own, words, need, ready))
 
 

@@ -118,7 +118,7 @@ class PrefixCache(Kept[Key, Block]):
             if self._changed():
                 return NOTHING
             for b in rows:
-                cache.begun[b] = self.weights
+                cache.begun[b] = self.version
                 same = common(np.array(cache.row(b), dtype=np.int64), words[b, : length[b]])
                 lent[b], held[b] = self._find(words[b, : length[b] - 1], taps), same // SIZE
                 self.asked += length[b] - same
@@ -152,7 +152,7 @@ class PrefixCache(Kept[Key, Block]):
         with self._lock, torch.inference_mode(False), torch.no_grad():
             try:
                 for b in rows:
-                    if cache.begun[b] is self.weights:
+                    if cache.begun[b] is self.version:
                         self._keep(cache, b, fed)
             except (MemoryError, torch.OutOfMemoryError):
                 self._clear()

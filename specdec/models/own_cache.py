@@ -142,7 +142,7 @@ class OwnCache(Wrapper):
         at_least(0, "capacity", capacity, "give a number of tokens, 0 or more")
         if self.prefixes is not None:
             self.prefixes.look_at_weights()
-        begun = [] if self.prefixes is None else [self.prefixes.weights] * batch
+        begun = [] if self.prefixes is None else [self.prefixes.version] * batch
         return StateCache([(State(),) for _ in range(batch)], capacity, begun)
 
     def keep_texts(self, cache: StateCache, context: Context, rows: Sequence[int]) -> None:
