@@ -154,9 +154,10 @@ class KeepsTexts(Protocol):
     """A model that keeps between calls what it has computed of texts."""
 
     def keep_texts(self, cache: Any, context: Context, rows: Sequence[int]) -> None:
-        """Texts have ended, of which the cache holds what was read: not the last token, and perhaps accepted tokens beyond the text. Row i of ``context`` is row
-        ``rows[i]`` of the cache. A target's is called if the draft
-        reads no activations, a draft's model's by ``drafts.Model`` and ``drafts.Tree``."""
+        """Texts have ended: row i of ``context`` is row ``rows[i]`` of the cache, which lacks the last token of the text and may hold accepted tokens beyond it.
+
+        Executors call it on the target, unless the draft reads activations; ``drafts.Model`` and ``drafts.Tree`` call it on their model.
+        """
         ...
 
 

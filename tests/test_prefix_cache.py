@@ -576,4 +576,5 @@ def test_a_wrapper_with_a_cache_of_its_own_keeps_nothing():
 
     inner = sd.HFModel(tiny("llama"), prefix_cache=GIB, graphs=False)
     out = sd.decoder(Wrapper(inner)).build().generate([SYSTEM], 20, seed=1)
+    assert inner.prefixes.bytes == 0
     assert out.ids == sd.decoder(inner).build().generate([SYSTEM], 20, seed=1).ids
