@@ -28,8 +28,10 @@ from specdec.lab.report import meta
 from specdec.lab.states import First, stream_states
 from specdec.lab.streams import Streams
 from specdec.lab.variants import started, variants
-from specdec.training.forward import Blocks
+from specdec.training.forward import Blocks, Parallel
+from specdec.training.losses import MixedLoss
 from specdec.training.muon import arithmetic
+from specdec.training.parallel_blocks import ParallelBlocks, with_mask_token
 from specdec.training.train import Trained, train
 
 
@@ -65,6 +67,8 @@ MORE = {
 }
 """Heads that the package does not contain."""
 OTHERS = {"pocket-spire-equal": "spire", "pocket-vanilla-equal": "distilled_vanilla"}
+ADAPTED = {"pocket-pard": ParallelBlocks(8, 160), "pocket-vanilla-adapted": Parallel()}
+"""Drafts that begin with the weights of pocket-vanilla, one for parallel drafting and its control, by the forward that trains them."""
 LAYERS = (2, 3, 4, 5, 6, 7)  # what heads read by default of a target of 8 blocks, and SPIRe's two
 
 
@@ -87,6 +91,9 @@ def chosen(s: Settings, name: str, target: Any) -> tuple[Any, Any, Any]:
     if name in OTHERS:
         variant = variants()[OTHERS[name]]
         return started(variant, target, s.seed), variant.forward, variant.loss
+    if name in ADAPTED:
+        draft = zoo.load("pocket-vanilla")[0]
+        return (with_mask_token(draft) if name == "pocket-pard" else draft), ADAPTED[name], MixedLoss(0.5)
     member = (HEADS | MORE)[name]
     kind = KINDS[member.kind]
     head = kind.head.from_target(target, seed=s.seed, **member.settings)
@@ -170,7 +177,7 @@ def card(s: Settings, name: str, draft: Any, report: Trained) -> str:
 
 
 def main(s: Settings) -> None:
-    known = {**HEADS, **MORE, **OTHERS}
+    known = {**HEADS, **MORE, **OTHERS, **ADAPTED}
     unknown = [name for name in s.drafts if name not in known]
     if unknown:
         raise SystemExit(f"--drafts {unknown[0]}: there are {', '.join(known)}")

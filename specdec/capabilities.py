@@ -76,6 +76,7 @@ class DraftInfo(_Info):
             that depth is drawn. ``"distinct"``: likewise settled, each from that distribution without its elder siblings' tokens.
         sampling: how it draws tokens; ``None``: as the decoder does, or it draws none. reads_logits: it reads every round's ``scores.logits``.
         shortest: the fewest tokens of a prompt (the sinks of a constant-size view, for example).
+        rereads: the tokens of its proposals are in no cache of its own, so it reads those that were accepted in the next round.
     """
 
     name: str
@@ -92,6 +93,7 @@ class DraftInfo(_Info):
     sampling: Sampling | None = None
     reads_logits: bool = False
     shortest: int = 1
+    rereads: bool = False
 
     def check_prompts(self, lengths: Iterable[int]) -> None:
         """Raise ValueError for a prompt of fewer than ``shortest`` tokens, with its number."""

@@ -167,6 +167,7 @@ DRAFT: dict[str, str] = {
     "assistant_early_exit": "give .draft(specdec.pruning.keep_layers(model, range({value}), share=True))",
     "method": "give the draft itself: a model, or one of specdec.drafts",
     "model": "give it as the first argument: .draft({value})",
+    "parallel_drafting": "leave it out: a model whose config has a pard_token drafts in parallel, and of others sd.drafts.Parallel(model, mask_token=...) does",
     "speculative_config": "give the draft and its length: .draft(model, length=4)",
     "draft_tensor_parallel_size": "load the draft with a device_map of its own: .draft(name, device_map=...)",
 }

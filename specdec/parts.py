@@ -37,7 +37,8 @@ def made(name: str, part: Any, *parts: str) -> None:
 def as_draft(
     draft: Any, name: str, device: Any = None, target: Any = None, **options: Unpack[Loading]
 ) -> Draft[Any]:
-    """A draft from a draft, a SPIRe model, a head, the folder or hub id of one, or what ``as_model`` takes.
+    """A draft from a draft, a SPIRe model, a head, the folder or hub id of one, or what ``as_model`` takes: ``drafts.Parallel`` of a model whose config names
+    a mask token, else ``drafts.Model``.
 
     Args:
         target: for the checkpoint of a head of another project, which does not say what it was made for.
@@ -80,4 +81,4 @@ def as_draft(
                 f"{name} is a SPIRe draft: give SpireModel.from_pretrained({head!r}, target), with dtype= and other options there"
             )
         return drafts.Spire(SpireModel.from_pretrained(head).eval())
-    return drafts.Model(as_model(draft, name, device, **options))
+    return drafts.parallel.over(as_model(draft, name, device, **options))

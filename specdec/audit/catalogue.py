@@ -88,6 +88,7 @@ def chains() -> Iterator[Composition]:
     )
     yield Composition("self draft k=2", BASE.draft(MODEL, length=2), 4)
     yield Composition("function draft k=2", BASE.draft(_function, length=2), 4)
+    yield Composition("parallel draft k=3", BASE.draft(drafts.Parallel(OTHER, 2), length=3), 4)
     yield Composition("n-gram k=3", BASE.draft(drafts.NGram(), length=3), 5, ((0, 1, 0), (2, 2)))
     warm = BASE.draft(drafts.Model(OTHER, Sampling(temperature=0.5)), length=2).sampling(temperature=1.3)
     yield Composition("chain k=2 drawn at its own temperature", warm, 4)

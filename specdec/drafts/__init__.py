@@ -9,6 +9,7 @@ from specdec.drafts.model import Model
 from specdec.drafts.ngram import NGram
 from specdec.drafts.none import NoDraft
 from specdec.drafts.paced import Paced
+from specdec.drafts.parallel import Parallel
 from specdec.drafts.pool import Pool
 from specdec.drafts.recycling import Recycling
 from specdec.drafts.retrieval import Corpus, Retrieval
@@ -30,6 +31,7 @@ __all__ = [
     "NGram",
     "NoDraft",
     "Paced",
+    "Parallel",
     "Pool",
     "Recycling",
     "Retrieval",

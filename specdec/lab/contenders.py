@@ -82,12 +82,18 @@ class Contender:
         return Way(self.name, "chain", self.draft, self.longest)
 
     def trees(self, totals: Sequence[int], accuracies: Sequence[Sequence[float]] | None = None) -> list[Way]:
-        """Drafting trees of so many nodes: DDTree and Medusa's static tree if the head's distributions are marginal, otherwise EAGLE-2's tree. There are
-        none for other drafts, and for heads that do not draft trees.
+        """Drafting trees of so many nodes: DDTree and Medusa's static tree if the head's distributions are marginal, otherwise EAGLE-2's tree; DDTree of a
+        parallel draft. There are none for other drafts, and for heads that do not draft trees.
 
         Args:
             accuracies: of the ranks, for static trees (``ranks.accuracies``); ``None``: none of these.
         """
+        if isinstance(self.draft, drafts.Parallel):
+            deep = min(DEEP, self.longest)
+            return [
+                Way(self.name, f"DDTree of {total}", replace(self.draft, tree=DDTree(total)), deep)
+                for total in totals
+            ]
         if self.head is None:
             return []
         deep = min(DEEP, self.longest)

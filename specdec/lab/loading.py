@@ -154,7 +154,7 @@ def named_draft(
     model = Windowed(model, window, sinks) if "windowed:" in given else model
     if "text:" in given:
         return drafts.TextMatch(model, target.tokenizer)
-    return drafts.Model(model if shared else drafts.Translated(model, target.tokenizer))
+    return drafts.parallel.over(model if shared else drafts.Translated(model, target.tokenizer))
 
 
 def share_ids(one: Any, other: Any) -> bool:

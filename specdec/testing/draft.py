@@ -308,13 +308,17 @@ def consumed(case: Case) -> None:
     if session.part.info.reads_cache:
         raise NotTried("it reads the target's cache, which has no tokens to be fed once more")
     for budgets, stay in zip(BUDGETS, ([3, 2, 1, 0], [0, 3, 2], [0, 3, 2], [2, 3], [3])):
+        before = dict(zip(session.requests, session.context.length.tolist()))
         session.round(budgets)
         session.keep(stay)
         for path, cache in caches(session.state).items() if min(budgets) else ():
             # New to it are the bonus token, and a last node that nothing was drafted after. One that holds nothing was not used.
             held = cache.sync(session.context)
+            least = session.context.length - 2
+            if session.part.info.rereads:
+                least = torch.tensor([before[request] for request in session.requests])
             rules.CACHE.require(
-                bool(((held >= session.context.length - 2) | (held == 0).all()).all()),
+                bool(((held >= least) | (held == 0).all()).all()),
                 f"of {session.context.length.tolist()} committed tokens the draft's cache, {path}, holds {held.tolist()}",
             )
 

@@ -75,6 +75,17 @@ class Blocks:
         self, draft: Any, batch: Batch, draws: Sequence[np.random.Generator] | None = None
     ) -> Drafted:
         """Blocks of a batch; ``draws``: a generator for each of its texts."""
+        anchors, tokens = self.places(batch, draws), batch.tokens
+        made = list(steps(draft, tokens, layers_of(draft, batch), self.k, anchors))
+        sure = [one.confidence for one in made if one.confidence is not None]
+        return Drafted(
+            torch.stack([one.logits for one in made], 2),
+            anchors[..., None] + torch.arange(self.k, device=tokens.device),
+            torch.stack(sure, 2) if sure else None,
+        )
+
+    def places(self, batch: Batch, draws: Sequence[np.random.Generator] | None = None) -> Tensor:
+        """``[B, A]`` the positions after which the blocks of a batch begin, on its device."""
         tokens = batch.tokens
         count = tokens.shape[1] - 1 - self.k  # anchors 1 .. count
         if count < 1:
@@ -89,14 +100,7 @@ class Blocks:
             shown = [None] * len(tokens) if batch.mask is None else batch.mask[:, 2 : count + 2].cpu().numpy()
             drawn = [_drawn(one, count, self.anchors, only) for one, only in zip(draws, shown, strict=True)]
             anchors = torch.from_numpy(np.stack(drawn) + 1)
-        anchors = anchors.to(tokens.device)
-        made = list(steps(draft, tokens, layers_of(draft, batch), self.k, anchors))
-        sure = [one.confidence for one in made if one.confidence is not None]
-        return Drafted(
-            torch.stack([one.logits for one in made], 2),
-            anchors[..., None] + torch.arange(self.k, device=tokens.device),
-            torch.stack(sure, 2) if sure else None,
-        )
+        return anchors.to(tokens.device)
 
 
 def _drawn(one: np.random.Generator, count: int, wanted: int, shown: Any) -> np.ndarray:

@@ -22,6 +22,7 @@ from tqdm.auto import tqdm
 
 from specdec.arguments import at_least
 from specdec.drafts.heads.model import HeadModel
+from specdec.drafts.parallel import named
 from specdec.drafts.spire.model import SpireModel
 from specdec.forward.ends import Ends
 from specdec.models.fingerprint import fingerprint, unwrapped
@@ -29,6 +30,7 @@ from specdec.training import checkpoints
 from specdec.training.forward import Blocks, KPass, Parallel, drafted
 from specdec.training.losses import ByDepth, CombinedLoss, MixedLoss, needs_target, trains_confidence
 from specdec.training.muon import quick
+from specdec.training.parallel_blocks import ParallelBlocks
 from specdec.training.sources import Masked, check_ids, order, source_of
 from specdec.training.states import States
 from specdec.training.validation import Judge
@@ -135,7 +137,7 @@ def train(
             forward has none); with ``Masked`` data also with ``kept [B, A, k]``, the tokens that count. By default ``MixedLoss()``, for heads weighted by ``ByDepth`` with a factor of 0.8, and DSpark's own for a
             head with a confidence.
         forward: ``(draft, batch) -> logits`` with ``layers(draft)``; by default ``Blocks()`` for a head, as long as it can be up to 5,
-            ``KPass()`` for a ``SpireModel`` and ``Parallel()`` otherwise.
+            ``KPass()`` for a ``SpireModel``, ``ParallelBlocks()`` for a model whose config names a mask token, and ``Parallel()`` otherwise.
         validation: as ``data``. checkpoint: a file to continue from and to write.
         on_validation: called with each row of the curve. on_step: called after each step with its step, tokens, loss and rate.
         accelerator: an ``accelerate.Accelerator``, such as ``Accelerator(cpu=True)``, or one with trackers (``log_with=...``): they get what
@@ -180,7 +182,7 @@ def train(
         ends = Ends(target.get_input_embeddings(), None, target.get_output_embeddings(), 1.0, None, 0)
     vocab_size = len(target.get_input_embeddings().weight)
     if not (own_forward or head or spire):
-        theirs = len(draft.get_input_embeddings().weight)
+        theirs = len(draft.get_input_embeddings().weight) - (named(draft.config) == vocab_size)
         if theirs != vocab_size:
             raise ValueError(
                 f"draft has a vocabulary of {theirs} and the target one of {vocab_size}: train a draft with the target's vocabulary"
@@ -297,7 +299,9 @@ def train(
 def _forward(draft: Any) -> Any:
     if isinstance(draft, HeadModel):
         return Blocks(min(5, draft.longest or 5))
-    return KPass() if isinstance(draft, SpireModel) else Parallel()
+    if isinstance(draft, SpireModel):
+        return KPass()
+    return Parallel() if named(draft.config) is None else ParallelBlocks()
 
 
 def _loss(draft: Any) -> Any:

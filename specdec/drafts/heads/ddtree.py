@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,13 +59,22 @@ class DDTree:
         rng: Rng,
     ) -> Proposal:
         """As ``Grower.grow``."""
-        each = marginals(head, at, memo, given, context, int(budget.max()), sampling)
-        found = [topk(logits.log_softmax(-1), min(self.total, head.outputs)) for logits in each]
+        each = list(marginals(head, at, memo, given, context, int(budget.max()), sampling))
+        return self.of(each, budget, head.ids)
+
+    def of(self, each: Sequence[Tensor], budget: Tensor, ids: Tensor | None = None) -> Proposal:
+        """The trees of marginal distributions.
+
+        Args:
+            each: logits ``[R, K]`` of every depth. budget: ``[R]``, at least 1. ids: ``[K]`` the id of each logit; ``None``: its number.
+        """
+        found = [topk(logits.log_softmax(-1), min(self.total, logits.shape[-1])) for logits in each]
         values = torch.stack([one.values for one in found], 1)  # [R, depth, K]
         with logits_of("a draft's "):
             check_finite(values[..., 0])
         scores = values.tolist()
-        ids = head.ids[torch.stack([one.indices for one in found], 1)]
+        best = torch.stack([one.indices for one in found], 1)
+        ids = best if ids is None else ids[best]
         nodes = [self._best(row[:depth]) for row, depth in zip(scores, budget.tolist())]
         size = torch.tensor([len(row) for row in nodes])
         filled = [row + [(n - 1, 0, 0) for n in range(len(row), int(size.max()))] for row in nodes]

@@ -140,11 +140,16 @@ class StaticTree:
     ) -> Proposal:
         """As ``Grower.grow``."""
         deepest = min(int(budget.max()), self.longest)
-        each = marginals(head, at, memo, given, context, deepest, sampling)
-        found = [topk(logits, self.ranks) for logits in each]
+        return self.of(list(marginals(head, at, memo, given, context, deepest, sampling)), budget, head.ids)
+
+    def of(self, each: Sequence[Tensor], budget: Tensor, ids: Tensor | None = None) -> Proposal:
+        """As ``DDTree.of``."""
+        deepest = min(int(budget.max()), self.longest)
+        found = [topk(logits, self.ranks) for logits in each[:deepest]]
         with logits_of("a draft's "):
-            check_finite(torch.stack([best.values[:, 0] for best in found], 1))
-        ids = head.ids[torch.stack([best.indices for best in found], 1)]  # [R, depth, rank]
+            check_finite(torch.stack([one.values[:, 0] for one in found], 1))
+        best = torch.stack([one.indices for one in found], 1)  # [R, depth, rank]
+        ids = best if ids is None else ids[best]
         parents, depth, rank = self.shape(deepest)
         upto = torch.tensor([self.nodes(length) for length in range(deepest + 1)])
         above = torch.tensor(parents).expand(len(ids), -1)

@@ -1,0 +1,144 @@
+"""The training forward of parallel drafting: blocks of mask tokens after many anchors of a text at once (PARD, arXiv 2504.18583, section 3.2).
+
+The paper's training drops mask tokens at random, more of them at greater depths. Here whole blocks begin at random anchors, as DFlash's do, so
+that each depth is trained equally often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from specdec.arguments import at_least, whole
+from specdec.drafts.parallel import named
+from specdec.masks import Causal
+from specdec.training.forward import Blocks, Drafted, band_attention
+from specdec.training.states import Batch
+
+
+@dataclass(frozen=True)
+class ParallelBlocks(Blocks):
+    """The forward of a transformers causal LM that ``drafts.Parallel`` will draft with: the text, and after each anchor ``k - 1`` mask tokens.
+
+    Args:
+        k, anchors: as for ``Blocks``. mask_token: as for ``drafts.Parallel``.
+    Raises:
+        ValueError: a number below 1; in a call: no mask token, or a text that is too short for one block.
+    """
+
+    k: int = 8
+    mask_token: int | None = None
+
+    def layers(self, draft: Any) -> tuple[int, ...]:
+        return ()
+
+    def __call__(
+        self, draft: Any, batch: Batch, draws: Sequence[np.random.Generator] | None = None
+    ) -> Drafted:
+        """Blocks of a batch, over the vocabulary of the batch's target; ``draws``: a generator for each of its texts."""
+        mask = named(draft.config) if self.mask_token is None else self.mask_token
+        if mask is None:
+            raise ValueError(
+                "mask_token is not given, and the draft's config has no pard_token: training.parallel_blocks.with_mask_token(draft) gives it one"
+            )
+        anchors, text = self.places(batch, draws), batch.tokens[:, :-1]
+        B, L = text.shape
+        A, more = anchors.shape[1], self.k - 1
+        slots = anchors[..., None] + torch.arange(1, self.k, device=text.device)  # [B, A, k - 1] positions
+        tokens = torch.cat([text, text.new_full((B, A * more), mask)], 1)
+        positions = torch.cat([torch.arange(L, device=text.device).expand(B, -1), slots.flatten(1)], 1)
+        before = draft.config._attn_implementation
+        draft.set_attn_implementation("specdec_blocks")
+        try:  # the draft's attention setting is restored below
+            made = draft.base_model(
+                input_ids=tokens, position_ids=positions, use_cache=False, anchors=anchors, slots=slots
+            )
+        finally:
+            draft.set_attn_implementation(before)
+        x = made.last_hidden_state
+        row = torch.arange(B, device=x.device)[:, None]
+        blocks = torch.cat([x[row, anchors][:, :, None], x[:, L:].unflatten(1, (A, more))], 2)
+        head = draft.get_output_embeddings()
+        logits = F.linear(blocks, head.weight, head.bias)
+        if mask == logits.shape[-1] - 1:  # an id of its own, which the target lacks
+            logits = logits[..., :-1]
+        return Drafted(logits, anchors[..., None] + torch.arange(self.k, device=x.device))
+
+
+def block_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    anchors: Tensor | None = None,
+    slots: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a text and of blocks after its ``anchors [B, A]``, at positions ``slots [B, A, m]``: a slot sees the text up to its anchor, and its block
+    up to itself. ``query [B, Hq, L + A * m, D]``."""
+    assert anchors is not None
+    assert slots is not None
+    A, m = slots.shape[1:]
+    L = query.shape[2] - A * m
+    q, k, v = (t[:, :, :L] for t in (query, key, value))
+    of_text, _ = band_attention(
+        module, q, k, v, None, scaling, sliding_window=sliding_window, shown=Causal(), **others
+    )
+    if not m:
+        return of_text, None
+    group = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(group, 1) for t in (key, value))
+    q = query[:, :, L:].unflatten(2, (A, m)) * (scaling or query.shape[-1] ** -0.5)
+    own_key, own_value = (t[:, :, L:].unflatten(2, (A, m)) for t in (key, value))
+    at = torch.arange(L, device=query.device)
+    far, near = (
+        at <= anchors[..., None, None],
+        slots[..., None, :] <= slots[..., None],
+    )  # [B, A, 1, L], [B, A, m, m]
+    if sliding_window is not None:
+        far = far & (at > slots[..., None] - sliding_window)
+        near = near & (slots[..., None, :] > slots[..., None] - sliding_window)
+    seen = torch.cat([far.expand(-1, -1, m, -1), near], -1)[:, None]
+    past = (q.flatten(2, 3) @ key[:, :, :L].transpose(2, 3)).unflatten(2, (A, m))
+    scores = torch.cat([past, q @ own_key.transpose(3, 4)], -1)
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    of_past, of_own = weights.split([L, m], -1)
+    out = (of_past.flatten(2, 3) @ value[:, :, :L]).unflatten(2, (A, m)) + of_own @ own_value
+    return torch.cat([of_text, out.flatten(2, 3).transpose(1, 2)], 1), None
+
+
+AttentionInterface.register("specdec_blocks", block_attention)
+
+
+@torch.no_grad()
+def with_mask_token(draft: Any, mask_token: int | None = None) -> Any:
+    """Name the mask token of ``drafts.Parallel`` in the config of ``draft``, in place, and return ``draft``.
+
+    Args:
+        mask_token: an id that no text has, such as one between the tokenizer's last id and the end of a padded vocabulary; ``None``: the vocabulary grows by
+            one, whose embedding starts as the mean of all.
+    Raises:
+        TypeError: it is no whole number. ValueError: no id of the draft.
+    """
+    size = len(draft.get_input_embeddings().weight)
+    if mask_token is None:
+        mean = draft.get_input_embeddings().weight.mean(0)
+        draft.resize_token_embeddings(size + 1, mean_resizing=False)
+        draft.get_input_embeddings().weight[size] = mean
+        mask_token = size
+    whole("mask_token", mask_token)
+    at_least(0, "mask_token", mask_token, "give an id of the draft")
+    if mask_token >= len(draft.get_input_embeddings().weight):
+        raise ValueError(f"mask_token is {mask_token}: the draft has ids from 0 to {size - 1}")
+    draft.config.pard_token = int(mask_token)
+    return draft
