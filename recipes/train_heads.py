@@ -6,7 +6,8 @@ The text is the mixture that pocket-target and pocket-spire were trained on. The
 bf16 in the work folder, about 3.6 GB a million tokens. Every head begins with new weights and uses the target's embedding and output matrix. The
 same command continues an interrupted run; finished drafts are exported into specdec/zoo with a model card. --drafts also takes
 pocket-jetspec, pocket-dflash2, pocket-domino, pocket-lilicorr and pocket-xpress, more heads of the DFlash kind, and pocket-spire-equal and
-pocket-vanilla-equal, a SPIRe draft and a small language model, all trained on the same tokens. For a target and text of your own, and for P-EAGLE, there is recipes/train_head.py.
+pocket-vanilla-equal, a SPIRe draft and a small language model, all trained on the same tokens; and pocket-pard, pocket-pard2 and pocket-vanilla-adapted, which
+begin with the weights of pocket-vanilla, two to draft in parallel and one as it did. For a target and text of your own, and for P-EAGLE, there is recipes/train_head.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import checkout  # noqa: F401
 
 from specdec import zoo
-from specdec.drafts.heads import HeadModel
+from specdec.drafts.heads import HeadModel, Pard2
 from specdec.lab.fitting import OnCorpus, Trains, export, main_process, told
 from specdec.lab.head_card import curve
 from specdec.lab.head_kinds import KINDS
@@ -67,8 +68,12 @@ MORE = {
 }
 """Heads that the package does not contain."""
 OTHERS = {"pocket-spire-equal": "spire", "pocket-vanilla-equal": "distilled_vanilla"}
-ADAPTED = {"pocket-pard": ParallelBlocks(8, 160), "pocket-vanilla-adapted": Parallel()}
-"""Drafts that begin with the weights of pocket-vanilla, one for parallel drafting and its control, by the forward that trains them."""
+ADAPTED = {
+    "pocket-pard": ParallelBlocks(8, 160),
+    "pocket-pard2": Blocks(8, 160),
+    "pocket-vanilla-adapted": Parallel(),
+}
+"""Drafts that begin with the weights of pocket-vanilla, two for parallel drafting and their control, by the forward that trains them."""
 LAYERS = (2, 3, 4, 5, 6, 7)  # what heads read by default of a target of 8 blocks, and SPIRe's two
 
 
@@ -92,8 +97,12 @@ def chosen(s: Settings, name: str, target: Any) -> tuple[Any, Any, Any]:
         variant = variants()[OTHERS[name]]
         return started(variant, target, s.seed), variant.forward, variant.loss
     if name in ADAPTED:
-        draft = zoo.load("pocket-vanilla")[0]
-        return (with_mask_token(draft) if name == "pocket-pard" else draft), ADAPTED[name], MixedLoss(0.5)
+        draft, loss = zoo.load("pocket-vanilla")[0], KINDS["pard2"].own if s.loss == "own" else MixedLoss(0.5)
+        if name == "pocket-pard":
+            with_mask_token(draft)
+        elif name == "pocket-pard2":
+            draft = Pard2.from_model(draft, target, ("final", 5, 2))
+        return draft, ADAPTED[name], loss
     member = (HEADS | MORE)[name]
     kind = KINDS[member.kind]
     head = kind.head.from_target(target, seed=s.seed, **member.settings)
@@ -140,7 +149,12 @@ def card(s: Settings, name: str, draft: Any, report: Trained) -> str:
             f'embedding and output matrix, which it uses. Settings: `{draft.settings}`. Stored in bf16; `drafts.Head("{name}")` decodes with it.'
         )
     else:
-        what = f"A draft for pocket-target, {size(draft):,} parameters: the control `{OTHERS[name]}` to the heads of this recipe. Stored in bf16."
+        kind = (
+            f"the control `{OTHERS[name]}` to the heads of this recipe"
+            if name in OTHERS
+            else "it began as pocket-vanilla"
+        )
+        what = f"A draft for pocket-target, {size(draft):,} parameters: {kind}. Stored in bf16."
     options = "".join(
         f" --{option} {value:g}" if isinstance(value, float) else f" --{option} {value}"
         for option, value, usual in (
@@ -161,7 +175,7 @@ def card(s: Settings, name: str, draft: Any, report: Trained) -> str:
         f"**Training.** {report.tokens / 1e6:.2f} M tokens of the pocket corpus ({shares}), length 1024, in {report.seconds / 60:.0f} minutes on one",
         f"shared CPU core ({made['processor']}). Forward `{forward}`, loss `{loss}`. Muon (lr {s.muon_lr:g}) for the matrices, AdamW (lr "
         f"{s.adam_lr:g}) for the rest, {arithmetic(report.settings.precision)},",
-        f"batch {s.batch}, seed {s.seed}. torch {made['versions']['torch']}. The recipe trains {', '.join((*HEADS, *MORE, *OTHERS))}",
+        f"batch {s.batch}, seed {s.seed}. torch {made['versions']['torch']}. The recipe trains {', '.join((*HEADS, *MORE, *OTHERS, *ADAPTED))}",
         "with the same tokens in the same order.",
         "",
         "```",

@@ -18,6 +18,11 @@ def setting(config: Any, *names: str) -> Any:
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
+def parallel_token(config: Any) -> int | None:
+    """The id that a config names for parallel drafting (``pard_token``, as AMD and vLLM call it); ``None`` if it names none."""
+    return setting(config, "pard_token")
+
+
 def cache_name(model: Any) -> str:
     """What the forward of a model calls its cache, as argument and in its result: ``"cache"`` since transformers 5.24."""
     takes = signature(type(model).forward).parameters

@@ -25,6 +25,7 @@ from specdec.drafts.heads import (
     HeadModel,
     LiLiCorr,
     Medusa,
+    Pard2,
     PEagle,
     XPress,
 )
@@ -124,6 +125,7 @@ MADE = {
     "lilicorr": makes(LiLiCorr, blocks=2, block_size=4, top_k=6, heads=4, factors=5),
     "xpress": makes(XPress, blocks=2, block_size=4, rank=5),
     "jetspec": makes(DFlash, blocks=2, block_size=4, causal=True),
+    "pard2": makes(Pard2, blocks=2, depth=4, scale=0.5, feature_bias=True),
 }
 OTHERS = {
     "dflash2, anchor first, window": makes(

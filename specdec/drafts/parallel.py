@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.arguments import whole
 from specdec.capabilities import DraftInfo
-from specdec.configs import setting
+from specdec.configs import parallel_token
 from specdec.drafts.coerce import as_model
 from specdec.drafts.draw import LOWEST, ChainDraw, fitted
 from specdec.drafts.model import Model
@@ -77,7 +77,7 @@ class Parallel(OneModel):
             raise TypeError(
                 "model has another tokenizer than the target, and a mask token has no text to translate: give drafts.Model of it"
             )
-        mask = mask_token(self.model) if self.mask_token is None else self.mask_token
+        mask = token_of(self.model) if self.mask_token is None else self.mask_token
         if mask is None:
             raise ValueError(
                 "mask_token is not given, and the model's config has no pard_token: give the id that the model was trained with for parallel drafting, or, for "
@@ -142,16 +142,11 @@ class Parallel(OneModel):
         return made.spread(rows, context.batch) if some else made
 
 
-def mask_token(model: LanguageModel) -> int | None:
-    """The id that the config of a transformers model names for parallel drafting (``pard_token``, as AMD and vLLM call it); ``None`` if it names none."""
-    return named(model.model.config) if isinstance(model, (HFModel, OwnCache)) else None
-
-
-def named(config: Any) -> int | None:
-    """As ``mask_token``, of a config."""
-    return setting(config, "pard_token")
+def token_of(model: LanguageModel) -> int | None:
+    """The mask token of a model, if its config names one."""
+    return parallel_token(model.model.config) if isinstance(model, (HFModel, OwnCache)) else None
 
 
 def over(model: LanguageModel) -> Model | Parallel:
     """The draft that a model was trained for: ``Parallel`` if its config names a mask token, else ``Model``."""
-    return Model(model) if mask_token(model) is None else Parallel(model)
+    return Model(model) if token_of(model) is None else Parallel(model)

@@ -18,12 +18,13 @@ from specdec.drafts.heads import (
     HeadModel,
     LiLiCorr,
     Medusa,
+    Pard2,
     PEagle,
     XPress,
 )
 from specdec.drafts.heads.features import Tap
 from specdec.models.fingerprint import unwrapped
-from specdec.training.losses import ByDepth, CombinedLoss, HardLoss, MixedLoss
+from specdec.training.losses import ByDepth, CATLoss, CombinedLoss, HardLoss, MixedLoss
 
 LOGITS = 2**27
 """The most logits of a step that ``anchors`` allows: half a gigabyte in float32, of which a step holds several tensors."""
@@ -88,7 +89,7 @@ class Kind:
             settings["heads"] = math.gcd(8, config.hidden_size)
         return self.head.from_target(target, taps, seed=seed, **settings)
 
-    def loss(self, name: str, head: HeadModel) -> ByDepth:
+    def loss(self, name: str, head: HeadModel) -> ByDepth | CATLoss:
         """The loss of a head's blocks.
 
         Args:
@@ -106,7 +107,7 @@ class Kind:
             raise ValueError(
                 f"loss is 'own', and that of the authors of {self.head.__name__} reads logits beside those that tokens are drawn from: give 'mixed'"
             )
-        return each if isinstance(each, ByDepth) else ByDepth(each, self.factor)
+        return each if isinstance(each, ByDepth | CATLoss) else ByDepth(each, self.factor)
 
 
 FLASH = math.exp(-1 / 4)
@@ -132,6 +133,7 @@ KINDS = {
         settings={"norm_before_residual": True, "norm_before_fc": True, "own_head": False},
         takes=BOTH,
     ),
+    "pard2": Kind(Pard2, 8, ("depth", 0), own=CATLoss(), blocks=4, takes=("mask_token",)),
     "mtp": Kind(MTP, 5, own=HardLoss(), settings={"head_norms": True}),
     "medusa": Kind(
         Medusa, 5, ("heads", 0), own=HardLoss(), blocks=4, settings={"own_head": False}, takes=("vocabulary",)

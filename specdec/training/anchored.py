@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.drafts.heads.contract import Sight
@@ -68,11 +69,15 @@ def steps(
         raise ValueError(
             f"anchors must be positions from 1 to {min(T, L - k)}, of a text of {L} tokens with {T} positions of activations and blocks of {k}"
         )
-    text = _Texts(head.mask, T, tokens.device)
-    carry = head.read(Features(layers, tokens[:, :T], tokens[:, 1 : T + 1]), text)
-    at = _TextAnchors(text, anchors)
+    lead, features = int(head.leading), Features(layers, tokens[:, :T], tokens[:, 1 : T + 1])
+    if lead:
+        zeros = {tap: F.pad(x, (0, 0, 1, 0)) for tap, x in layers.items()}
+        features = Features(zeros, F.pad(features.tokens, (1, 0)), tokens[:, : T + 1])
+    text = _Texts(head.mask, T + lead, tokens.device)
+    carry = head.read(features, text)
+    at = _TextAnchors(text, anchors + lead)
     row = torch.arange(B, device=tokens.device)[:, None]
-    memo: Any = None if carry is None else carry[row, anchors - 1]
+    memo: Any = None if carry is None else carry[row, anchors + lead - 1]
     for n in range(k):
         token = tokens[row, anchors + n]
         logits, memo = head.step(n, memo, token, at)
@@ -120,6 +125,9 @@ class _TextAnchors:
         self.text, self.anchors = text, anchors
         self.offsets = anchors.new_zeros(0)
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def count(self, most: int) -> int:
+        return most
 
     def slots(self, first: int, count: int | None = None, full: bool = False) -> _BlockPass:
         wide = 1 if count is None else count

@@ -165,6 +165,38 @@ class CombinedLoss:
 
 
 @dataclass(frozen=True)
+class CATLoss:
+    """``hard * CE(text) + soft * KL(p, q)``, in nats, where a position of a block counts as much as the target finds the text's tokens before it in the block
+    probable together: PARD-2's confidence-adaptive tokens (arXiv 2605.08632).
+
+    Raises:
+        ValueError: a negative weight, or both zero.
+    """
+
+    hard: float = 0.1
+    soft: float = 1.0
+    needs_target = True
+
+    def __post_init__(self) -> None:
+        if not (self.hard >= 0 and self.soft >= 0 and self.hard + self.soft > 0):
+            raise ValueError(
+                f"hard is {self.hard} and soft {self.soft}: give weights of at least 0, one of them above"
+            )
+
+    def __call__(
+        self, logits: Tensor, target_logits: Tensor, tokens: Tensor, kept: Tensor | None = None
+    ) -> Tensor:
+        """``logits``, ``target_logits [..., k, V]`` of whole blocks; ``tokens``, ``kept [..., k]``."""
+        log_p, log_q = target_logits.log_softmax(-1), logits.log_softmax(-1)
+        at = tokens.clamp(min=0)[..., None]
+        said, mine = (law.gather(-1, at)[..., 0] for law in (log_p, log_q))
+        reached = (said.cumsum(-1) - said).exp()
+        reached = reached if kept is None else reached.where(kept, 0)
+        each = self.soft * (log_p.exp() * (log_p - log_q)).sum(-1) - self.hard * mine
+        return (each * reached).sum() / reached.sum().clamp(min=1e-6)
+
+
+@dataclass(frozen=True)
 class ByDepth:
     """The mean of ``loss`` over the depths of a block, weighted by depth.
 

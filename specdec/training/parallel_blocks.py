@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from specdec.arguments import at_least, whole
-from specdec.drafts.parallel import named
+from specdec.configs import parallel_token
 from specdec.masks import Causal
 from specdec.training.forward import Blocks, Drafted, band_attention
 from specdec.training.states import Batch
@@ -43,7 +43,7 @@ class ParallelBlocks(Blocks):
         self, draft: Any, batch: Batch, draws: Sequence[np.random.Generator] | None = None
     ) -> Drafted:
         """Blocks of a batch, over the vocabulary of the batch's target; ``draws``: a generator for each of its texts."""
-        mask = named(draft.config) if self.mask_token is None else self.mask_token
+        mask = parallel_token(draft.config) if self.mask_token is None else self.mask_token
         if mask is None:
             raise ValueError(
                 "mask_token is not given, and the draft's config has no pard_token: training.parallel_blocks.with_mask_token(draft) gives it one"

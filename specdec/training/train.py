@@ -21,8 +21,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from specdec.arguments import at_least
+from specdec.configs import parallel_token
 from specdec.drafts.heads.model import HeadModel
-from specdec.drafts.parallel import named
 from specdec.drafts.spire.model import SpireModel
 from specdec.forward.ends import Ends
 from specdec.models.fingerprint import fingerprint, unwrapped
@@ -182,7 +182,7 @@ def train(
         ends = Ends(target.get_input_embeddings(), None, target.get_output_embeddings(), 1.0, None, 0)
     vocab_size = len(target.get_input_embeddings().weight)
     if not (own_forward or head or spire):
-        theirs = len(draft.get_input_embeddings().weight) - (named(draft.config) == vocab_size)
+        theirs = len(draft.get_input_embeddings().weight) - (parallel_token(draft.config) == vocab_size)
         if theirs != vocab_size:
             raise ValueError(
                 f"draft has a vocabulary of {theirs} and the target one of {vocab_size}: train a draft with the target's vocabulary"
@@ -301,7 +301,7 @@ def _forward(draft: Any) -> Any:
         return Blocks(min(5, draft.longest or 5))
     if isinstance(draft, SpireModel):
         return KPass()
-    return Parallel() if named(draft.config) is None else ParallelBlocks()
+    return Parallel() if parallel_token(draft.config) is None else ParallelBlocks()
 
 
 def _loss(draft: Any) -> Any:

@@ -16,6 +16,7 @@ from specdec.drafts.heads.load import load
 from specdec.drafts.heads.medusa import Medusa
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.mtp import MTP
+from specdec.drafts.heads.pard2 import Pard2
 from specdec.drafts.heads.peagle import PEagle
 from specdec.drafts.heads.static_tree import StaticTree
 from specdec.drafts.heads.xpress import XPress
@@ -36,6 +37,7 @@ __all__ = [
     "LiLiCorr",
     "Medusa",
     "PEagle",
+    "Pard2",
     "StaticTree",
     "XPress",
     "committed",

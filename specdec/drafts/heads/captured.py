@@ -89,6 +89,10 @@ class StaticAnchors:
     def __init__(self, chain: HeadChain):
         self.chain, self.positions = chain, list[Tensor]()
 
+    def count(self, most: int) -> int:
+        """As ``contract.Anchors.count``."""
+        return min(self.chain.shape.steps, most)
+
     def slots(self, first: int, count: int | None = None, full: bool = False) -> StaticPass:
         """As ``contract.Anchors.slots``."""
         chain = self.chain
@@ -204,9 +208,9 @@ def drawn(
     memo = state.carry
     carried = None if memo is None else tuple(memo.shape[1:])
     kept = None if memo is None else memo.dtype
-    length = ring.slots
+    length, anchor = ring.slots, state.known + head.leading
     if whole(ring):
-        length = min(power(int(state.known.max()) + ring.extra, SHORTEST), length)
+        length = min(power(int(anchor.max()) + ring.extra, SHORTEST), length)
     shape = HeadShape(min(power(B), ring._whole[0].shape[1]), length, steps, sampling, carried, kept)
 
     def make(store: StaticStore) -> HeadChain:
@@ -215,7 +219,7 @@ def drawn(
     def update(chain: Any) -> None:
         array = chain.staged.begin()
         pad(array["ids"], context.tokens.gather(1, state.known[:, None])[:, 0])
-        pad(array["anchor"], state.known)
+        pad(array["anchor"], anchor)
         pad(array["limit"], budget)
         array["uniforms"][:] = 0
         array["uniforms"][:, :B] = uniforms

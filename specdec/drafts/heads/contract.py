@@ -66,6 +66,10 @@ class Pass(Protocol):
 class Anchors(Protocol):
     """Where blocks are drafted: all slots see what ``read`` stored at positions below their anchor."""
 
+    def count(self, most: int) -> int:
+        """How many of the ``most`` tokens that a head proposes are asked for, at least 1. A head whose slots see none after them may leave out the others."""
+        ...
+
     def slots(self, first: int, count: int | None = None, full: bool = False) -> Pass:
         """New slots for every anchor, which also see the block's slots of earlier passes (in a tree, those of their ancestors).
 

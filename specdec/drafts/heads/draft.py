@@ -161,7 +161,8 @@ class Head:
         slots = model.block_slots
         if isinstance(self.tree, DynamicTree):
             slots = max(slots, self.tree.slots)
-        ring = empty(model.shapes, context.batch, context.tokens.shape[1], model.mask, lend, slots)
+        longest = context.tokens.shape[1] + model.leading
+        ring = empty(model.shapes, context.batch, longest, model.mask, lend, slots)
         if self.programs is not None and ring is not None:
             ring = self.programs.kept(ring)
         return HeadState(ring, torch.zeros(context.batch, dtype=torch.long), None)
@@ -173,6 +174,8 @@ class Head:
         new = fresh(round, known)
         if not len(new.row):
             return state
+        if model.leading:
+            new = new.led()
         fed, at = round.scores.fed, to_device(torch.from_numpy(new.fed), self._device(round))
         assert fed is not None
         layers = model.tapped(lambda layer: fed.layers[layer][at])
@@ -257,7 +260,8 @@ class Head:
         model, some = self.model, len(rows) < context.batch
         text, mine = (context.select(rows), budget[rows]) if some else (context, budget)
         known = state.known[rows] if some else state.known
-        at = SlotAnchors(state.ring, rows, known, model.mask, model.device, self._parts)
+        anchor, wanted = known + model.leading, gap + int(mine.max())
+        at = SlotAnchors(state.ring, rows, anchor, model.mask, model.device, self._parts, wanted)
         positions = known[:, None] + torch.arange(gap + 1) if gap else known[:, None]
         given = to_device(text.tokens.gather(1, positions), model.device)
         carry = state.carry

@@ -58,7 +58,21 @@ class Fresh(NamedTuple):
     def features(self, layers: Mapping[Tap, Tensor], device: torch.device, dtype: torch.dtype) -> Features:
         """Their features on ``device``; ``layers``: tap -> ``[F, E]`` at the fed positions ``fed``."""
         tokens, following = (to_device(torch.from_numpy(t), device) for t in (self.tokens, self.following))
-        return Features({tap: x.to(device, dtype) for tap, x in layers.items()}, tokens, following)
+        of = {tap: x.to(device, dtype) for tap, x in layers.items()}
+        if (self.fed < 0).any():
+            there = to_device(torch.from_numpy(self.fed >= 0), device)[:, None]
+            of = {tap: x.where(there, 0) for tap, x in of.items()}
+        return Features(of, tokens, following)
+
+    def led(self) -> Fresh:
+        """These, and before each text's first position one without activations (``fed`` is -1), followed by the first token; positions are one higher."""
+        first = np.flatnonzero(self.position == 0)
+        made = [np.insert(x, first, x[first]) for x in self]
+        at = first + np.arange(len(first))
+        fed, row, position, tokens, following = made
+        fed[at], following[at], position = -1, tokens[at], position + 1
+        position[at] = 0
+        return Fresh(fed, row, position, tokens, following)
 
 
 def fresh(round: Round, known: Tensor) -> Fresh:

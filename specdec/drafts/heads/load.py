@@ -24,6 +24,7 @@ from specdec.drafts.heads.lilicorr import LiLiCorr
 from specdec.drafts.heads.medusa import Medusa
 from specdec.drafts.heads.model import HeadModel
 from specdec.drafts.heads.mtp import MTP
+from specdec.drafts.heads.pard2 import Pard2
 from specdec.drafts.heads.peagle import PEagle
 from specdec.drafts.heads.stored import FILE
 from specdec.drafts.heads.xpress import XPress
@@ -35,6 +36,7 @@ from specdec.zoo import files as zoo
 HEADS: tuple[type[HeadModel], ...] = (
     Eagle3,
     PEagle,
+    Pard2,
     MTP,
     Medusa,
     DFlash,

@@ -46,7 +46,9 @@ class HeadModel(StoredHead):
     Attributes:
         kv_layers: how many layers have keys and values. longest: the longest chain that it can propose, if there is a limit. block_slots: how many
             slots its first step asks for, whatever is proposed; 0: each step asks for one, or for none.
-        marginal: whether no logits depend on tokens after the anchor. confident: whether it has the method ``confidence``.
+        leading: whether ``read`` gets each text's first token, too, as the ``following`` of a position before the first, without activations (zeros); the positions of all passes are
+            one higher then. marginal: whether no logits depend on tokens after the anchor. confident: whether it has the method ``confidence``.
+        target_width: of the target's activations, where the head has another one.
         ends: the target's embedding, final norm and output matrix; ``None`` before ``bound``. kernels: what computes some parts faster while
             it decodes; ``drafts.Head`` chooses them.
     """
@@ -54,7 +56,8 @@ class HeadModel(StoredHead):
     kv_layers = 1
     block_slots = 0
     longest: int | None = None
-    marginal = confident = False
+    marginal = confident = leading = False
+    target_width: int | None = None
     supports_trees = True  # ``build`` asks every draft's model
     ends: Ends | None = None
     kernels: Kernels | None = None
@@ -272,6 +275,8 @@ class HeadModel(StoredHead):
         theirs = model.config.get_text_config()
         for name in ("hidden_size", "vocab_size"):
             mine, other = setting(self.config, name), setting(theirs, name)
+            if name == "hidden_size" and self.target_width is not None:
+                mine = self.target_width
             if mine != other:
                 raise ValueError(
                     f"the target's {name} is {other} and the head's {mine}: make a head from this target"

@@ -61,7 +61,7 @@ class PEagle(Eagle3):
 
     def fill(self, last: Tensor, at: Anchors) -> Tensor:
         """The outputs of the last committed pair ``[..., E]`` and of the placeholders after it, together ``[..., depth, E]``."""
-        known, count = last[..., None, :], self.depth - 1
+        known, count = last[..., None, :], at.count(self.depth) - 1
         if not count:
             return known
         shape = (*known.shape[:-2], count, -1)

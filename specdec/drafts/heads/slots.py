@@ -194,7 +194,8 @@ class SlotAnchors:
     """``contract.Anchors`` with one anchor per row: the first position that has not been read, for the rows ``rows`` of a ring.
 
     Attributes:
-        ring: the rows' keys and values. If a draft needs more slots, a larger ring replaces it. used: slots of each row so far.
+        ring: the rows' keys and values. If a draft needs more slots, a larger ring replaces it. used: slots of each row so far. wanted: the steps that will be
+            taken; ``None``: not known.
     """
 
     def __init__(
@@ -205,13 +206,19 @@ class SlotAnchors:
         mask: Mask | None,
         device: torch.device,
         kernels: Mapping[Any, Any] = NO_KERNELS,
+        wanted: int | None = None,
     ):
+        self.wanted = wanted
         self.ring, self.rows, self.mask, self.device, self.kernels = ring, rows.numpy(), mask, device, kernels
         self.anchor, self.used = anchor.numpy()[:, None], 0
         self._near = np.zeros((len(self.rows), 0, 0), dtype=bool)  # [R, slots, slots]: which see which
         self._offsets = np.zeros((len(self.rows), 0), dtype=np.int64)
         self._text: np.ndarray | None = None  # what all queries see of the text, where that is the same
         self._parents: np.ndarray | None = None
+
+    def count(self, most: int) -> int:
+        """As ``contract.Anchors.count``."""
+        return most if self.wanted is None else min(self.wanted, most)
 
     def under(self, parents: Tensor) -> None:
         """Give the next pass a slot after each of ``parents [R, W]``, slots of this block. It sees its parent and its parent's ancestors."""

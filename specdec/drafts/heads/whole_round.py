@@ -37,6 +37,8 @@ class HeadDrafting(RingDrafting):
         model, kinds = draft.model, ", ".join(kind.__name__ for kind in HEADS)
         if type(model) not in HEADS:
             return f"runs the heads {kinds}, but the draft's head is a {type(model).__name__}"
+        if model.leading:
+            return f"runs heads that read pairs of activations and tokens, but a {type(model).__name__} also reads each text's first token alone"
         if draft.tree != Chain():
             return f"runs chains without a stop, DynamicTree and StaticTree, but the draft's tree is {draft.tree!r}"
         if draft.programs is None:
@@ -116,6 +118,10 @@ class Anchored:
 
     def __init__(self, drafting: HeadDrafting, anchor: Tensor, longest: int):
         self.drafting, self.anchor, self.longest = drafting, anchor, longest
+
+    def count(self, most: int) -> int:
+        """As ``contract.Anchors.count``."""
+        return most
 
     def slots(self, first: int, count: int | None = None, full: bool = False) -> StaticPass:
         """As ``contract.Anchors.slots``."""

@@ -14,6 +14,7 @@ from specdec.drafts.heads.formats.fields import Fields
 from specdec.drafts.heads.formats.files import config_of, tensors_of
 from specdec.drafts.heads.formats.lilicorr import LILICORR
 from specdec.drafts.heads.formats.medusa import MEDUSA
+from specdec.drafts.heads.formats.pard2 import PARD2
 from specdec.drafts.heads.formats.plan import Format, built
 from specdec.drafts.heads.formats.safeailab import SAFEAILAB
 from specdec.drafts.heads.formats.specforge import SPECFORGE
@@ -33,6 +34,7 @@ FORMATS: tuple[Format, ...] = (
     LILICORR,
     XPRESS,
     TRANSFORMERS,
+    PARD2,
     SAFEAILAB,
     MEDUSA,
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 WHOLE = ("model.safetensors", "medusa_lm_head.safetensors", "pytorch_model.bin", "medusa_lm_head.pt")
+BESIDE = "warp_model.bin"  # of PARD-2
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """The tensors of ``model.safetensors``, of its parts, or of the first of ``WHOLE`` (of pickled files only tensors are read).
+    """The tensors of ``model.safetensors``, of its parts, or of the first of ``WHOLE``, and of ``BESIDE`` (of pickled files only tensors are read).
 
     Raises:
         FileNotFoundError: there is none of these, or a part is missing. ValueError: a file is damaged.
@@ -46,6 +47,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
         files = [folder / name for name in WHOLE if (folder / name).exists()][:1]
     if not files:
         raise FileNotFoundError(f"{folder} lacks its weights, {WHOLE[0]}: copy the checkpoint again")
+    files += [folder / BESIDE] if (folder / BESIDE).exists() else []
     found: dict[str, Tensor] = {}
     for file in files:
         if not file.exists():

@@ -17,6 +17,7 @@ from specdec.drafts.heads.vocabulary import check_offsets
 from specdec.forward.ends import Ends
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+OWN = {EMBEDDING: "own_embedding", HEAD: "own_head"}
 RESIDUAL = "norm_before_residual"  # an argument of Eagle3, and a field of some configs
 
 
@@ -86,12 +87,14 @@ def built(plan: Plan, tensors: Mapping[str, Tensor], source: str, ends: Ends) ->
     d2t, t2d = mine.pop("d2t", None), mine.pop("t2d", None)
     vocabulary = None if d2t is None else _ids(d2t, t2d, plan.config.vocab_size, source)
     for name, theirs in ((EMBEDDING, ends.table.weight), (HEAD, ends.output.weight)):
+        if plan.settings.get(OWN[name]):
+            continue
         plain = name == EMBEDDING or (
             vocabulary is None and ends.output.bias is None and not ends.softcap and ends.scale == 1
         )
         if plain and name in mine and _same(mine[name], theirs):
             del mine[name]
-    own = {"own_embedding": EMBEDDING in mine, "own_head": HEAD in mine}
+    own = {setting: name in mine for name, setting in OWN.items()}
     head = plan.kind(plan.config, plan.taps, vocabulary=vocabulary, **{**own, **plan.settings})
     if head.d2t is not None:
         mine["d2t"] = head.d2t
