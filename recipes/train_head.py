@@ -2,7 +2,7 @@
 
     python recipes/train_head.py --head eagle3 --target FOLDER_OR_HUB_ID --dataset TEXT --output my-head
 
-Heads are eagle3, peagle (P-EAGLE), mtp, medusa, dflash, jetspec (DFlash with a causal block), dflash2, dspark, domino, lilicorr and xpress; the
+Heads are eagle3, peagle (P-EAGLE), pard2 (PARD-2, with --start a small causal LM to begin with), mtp, medusa, dflash, jetspec (DFlash with a causal block), dflash2, dspark, domino, lilicorr and xpress; the
 target is any causal LM that heads support. The text is a file (.txt, .jsonl, .json, .csv, .parquet), a folder or a data set of the hub. --column names the column of the texts, or of lists of chat messages, which the
 tokenizer's chat template makes into text; of these the head learns what the assistant wrote. The first sequences are held out (or those of
 --validation-dataset): tau on them is printed for the new head, as it trains, and at the end.
@@ -27,7 +27,7 @@ from accelerate import PartialState
 
 import specdec as sd
 from specdec.configs import setting
-from specdec.drafts.heads import HeadModel
+from specdec.drafts.heads import HeadModel, Pard2
 from specdec.drafts.heads import export as export_head
 from specdec.drafts.heads.formats.export import check_export
 from specdec.drafts.heads.load import is_checkpoint
@@ -64,6 +64,7 @@ class Settings(OnOwnText):
     head: Literal[
         "eagle3",
         "peagle",
+        "pard2",
         "mtp",
         "medusa",
         "dflash",
@@ -76,6 +77,9 @@ class Settings(OnOwnText):
     ] = option("eagle3", "the kind of head")
     target: str = option("", "a pocket model, a folder or a hub id")
     output: str = option("", "folder of the trained head")
+    start: str = option(
+        "", "pard2: a small causal LM with the target's vocabulary, whose weights the head begins with"
+    )
     muon_lr: float = option(0.02, "peak learning rate of the matrices")
     adam_lr: float = option(0.006, "peak learning rate of other weights")
     layers: tuple[str, ...] = option(
@@ -120,6 +124,14 @@ def check(s: Settings) -> None:
     for name in ("k", "blocks", "anchors", "vocabulary"):
         if getattr(s, name) < 0:
             raise SystemExit(f"--{name} {getattr(s, name)}: give at least 1, or 0 for the default")
+    if s.start and s.head != "pard2":
+        raise SystemExit(
+            f"--start {s.start}: {s.head} has no weights of a language model: leave it out, or train pard2"
+        )
+    if s.start and (s.blocks or s.mask_token):
+        raise SystemExit(
+            f"--start {s.start}: its blocks and its mask token are the model's: leave --blocks and --mask-token out"
+        )
     for name in ("mask_token", "vocabulary"):
         if getattr(s, name) and name not in KINDS[s.head].takes:
             others = ", ".join(other for other, kind in KINDS.items() if name in kind.takes)
@@ -175,8 +187,10 @@ def mask_token(s: Settings, target: Any, tokenizer: Any) -> int | None:
 
 def new(s: Settings, target: Any, tokenizer: Any, vocabulary: Any = None) -> HeadModel:
     """The untrained head."""
-    token = mask_token(s, target, tokenizer)
     kind = KINDS[s.head]
+    if s.start:
+        return Pard2.from_model(load(s.start)[0], target, taps(s), depth=s.k or kind.k).float()
+    token = mask_token(s, target, tokenizer)
     if s.layout == "specforge":
         kind = dataclasses.replace(kind, settings={"own_head": False})
     return kind.new(target, s.k, s.blocks, taps(s), s.seed, token, vocabulary).float()
@@ -306,8 +320,13 @@ def card(s: Settings, head: HeadModel, report: Trained) -> str:
         "",
         f"# {Path(s.output).name}",
         "",
-        f"A draft head for `{s.target}`: `{name}`, taps {list(head.taps)}, {size:,} parameters beside the target's embedding and output matrix, which it",
-        f"uses. Settings: `{head.settings}`. It was made for the target with the fingerprint `{head.target}`. Stored in bf16.",
+        f"A draft head for `{s.target}`: `{name}`, taps {list(head.taps)}, {size:,} parameters"
+        + (
+            "."
+            if head.embed_tokens is not None and head.lm_head is not None
+            else " beside the target's embedding and output matrix, which it uses."
+        ),
+        f"Settings: `{head.settings}`. It was made for the target with the fingerprint `{head.target}`. Stored in bf16.",
         "",
         "```python",
         "import specdec as sd",

@@ -111,6 +111,25 @@ def test_every_kind_of_head_learns(kind, recipe, place, tmp_path):
     check_trained(place, out, kind)
 
 
+def test_a_head_begins_with_a_small_model(recipe, place, tmp_path):
+    tiny("llama", seed=5, hidden_size=24, num_key_value_heads=4).save_pretrained(tmp_path / "small")
+    byte_tokenizer().save_pretrained(tmp_path / "small")
+    changes = {
+        "head": "pard2",
+        "start": str(tmp_path / "small"),
+        "loss": "own",
+        "k": 4,
+        "layers": ("2", "final"),
+    }
+    recipe.main(settings(recipe, place, tmp_path / "head", **changes))
+    check_trained(place, tmp_path / "head", "pard2")
+    head = sd.drafts.heads.Pard2.from_pretrained(tmp_path / "head")
+    assert (head.depth, head.taps, head.config.hidden_size) == (4, (2, "final"), 24)
+    card = (tmp_path / "head" / "README.md").read_text()
+    assert "CATLoss" in card
+    assert "the target's embedding" not in card
+
+
 @pytest.mark.slow
 def test_the_command_line(place, tmp_path):
     """A chat data set, other layers, and a recording that a second run finds."""
@@ -176,6 +195,15 @@ def test_the_command_line(place, tmp_path):
         (
             {"head": "eagle3", "layout": "z-lab"},
             "it has no eagle3: leave it out, or train dflash or jetspec or dflash2 or domino or lilicorr or xpress",
+        ),
+        ({"start": "small"}, "--start small: eagle3 has no weights of a language model"),
+        (
+            {"head": "pard2", "start": "small", "blocks": 2},
+            "--start small: its blocks and its mask token are the model's",
+        ),
+        (
+            {"head": "pard2", "start": "pocket-tiny"},
+            "model has a vocabulary of 4096 and the target one of 97",
         ),
     ],
 )
@@ -266,7 +294,7 @@ def logits(head, target):
         return blocks(head, tokens, layers_of(head, batch), 3)
 
 
-WITHOUT = ("medusa", "domino", "lilicorr", "jetspec")  # which the layout of speculators has not
+WITHOUT = ("medusa", "domino", "lilicorr", "jetspec", "pard2")  # which the layout of speculators has not
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WITHOUT])

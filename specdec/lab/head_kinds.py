@@ -133,7 +133,6 @@ KINDS = {
         settings={"norm_before_residual": True, "norm_before_fc": True, "own_head": False},
         takes=BOTH,
     ),
-    "pard2": Kind(Pard2, 8, ("depth", 0), own=CATLoss(), blocks=4, takes=("mask_token",)),
     "mtp": Kind(MTP, 5, own=HardLoss(), settings={"head_norms": True}),
     "medusa": Kind(
         Medusa, 5, ("heads", 0), own=HardLoss(), blocks=4, settings={"own_head": False}, takes=("vocabulary",)
@@ -162,6 +161,7 @@ KINDS = {
         settings={"causal": True},
         takes=BOTH,
     ),
+    "pard2": Kind(Pard2, 8, ("depth", 0), own=CATLoss(), blocks=4, takes=("mask_token",)),
 }
 """The library's heads, by the names that recipes give them. With a mask token ``heads.export`` has a layout for all of them but Medusa."""
 
