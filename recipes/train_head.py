@@ -203,7 +203,11 @@ def exported(s: Settings, target: Any, head: HeadModel) -> str:
     except (TypeError, ValueError) as error:
         if s.export:
             raise SystemExit(f"--export: {error}") from None
-        lacking = not s.mask_token and "mask_token" in head.settings and head.settings["mask_token"] is None
+        lacking = (
+            not (s.mask_token or s.start)
+            and "mask_token" in head.settings
+            and head.settings["mask_token"] is None
+        )
         more = (
             " (the tokenizer has no token to spare: give one that texts do not have, --mask-token)"
             if lacking

@@ -3,7 +3,7 @@
     python recipes/train_heads.py --site SITE_PACKAGES --work runs/pocket
 
 The text is the mixture that pocket-target and pocket-spire were trained on. The target's activations are recorded once for all drafts, in
-bf16 in the work folder, about 3.6 GB a million tokens. Every head begins with new weights and uses the target's embedding and output matrix. The
+bf16 in the work folder, about 3.6 GB a million tokens. Every head but pocket-pard2 begins with new weights and uses the target's embedding and output matrix. The
 same command continues an interrupted run; finished drafts are exported into specdec/zoo with a model card. --drafts also takes
 pocket-jetspec, pocket-dflash2, pocket-domino, pocket-lilicorr and pocket-xpress, more heads of the DFlash kind, and pocket-spire-equal and
 pocket-vanilla-equal, a SPIRe draft and a small language model, all trained on the same tokens; and pocket-pard, pocket-pard2 and pocket-vanilla-adapted, which
@@ -13,7 +13,7 @@ begin with the weights of pocket-vanilla, two to draft in parallel and one as it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,12 @@ def chosen(s: Settings, name: str, target: Any) -> tuple[Any, Any, Any]:
             with_mask_token(draft)
         elif name == "pocket-pard2":
             draft = Pard2.from_model(draft, target, ("final", 5, 2))
-        return draft, ADAPTED[name], loss
+        forward = ADAPTED[name]
+        return (
+            draft,
+            replace(forward, anchors=s.anchors) if s.anchors and isinstance(forward, Blocks) else forward,
+            loss,
+        )
     member = (HEADS | MORE)[name]
     kind = KINDS[member.kind]
     head = kind.head.from_target(target, seed=s.seed, **member.settings)
@@ -144,9 +149,14 @@ def card(s: Settings, name: str, draft: Any, report: Trained) -> str:
     )
     _, forward, loss = chosen(s, name, zoo.load("pocket-target")[0])
     if isinstance(draft, HeadModel):
+        beside = (
+            ""
+            if draft.lm_head is not None
+            else " beside the target's embedding and output matrix, which it uses"
+        )
         what = (
-            f"A draft head for pocket-target: `{type(draft).__name__}`, taps {list(draft.taps)}, {size(draft):,} parameters beside the target's "
-            f'embedding and output matrix, which it uses. Settings: `{draft.settings}`. Stored in bf16; `drafts.Head("{name}")` decodes with it.'
+            f"A draft head for pocket-target: `{type(draft).__name__}`, taps {list(draft.taps)}, {size(draft):,} parameters{beside}. "
+            f'Settings: `{draft.settings}`. Stored in bf16; `drafts.Head("{name}")` decodes with it.'
         )
     else:
         kind = (

@@ -255,7 +255,7 @@ class Builder:
             model = each.info.model
             if model is not None:
                 _fits(target, model)
-                if each.info.trees and not model.supports_trees:
+                if each.info.trees and not (model.supports_trees or each.info.once):
                     raise ValueError(
                         f"draft {each.info.name!r}: this model family takes chains only, so it cannot draft a tree: use drafts.Model"
                     )

@@ -76,6 +76,7 @@ class DraftInfo(_Info):
             that depth is drawn. ``"distinct"``: likewise settled, each from that distribution without its elder siblings' tokens.
         sampling: how it draws tokens; ``None``: as the decoder does, or it draws none. reads_logits: it reads every round's ``scores.logits``.
         shortest: the fewest tokens of a prompt (the sinks of a constant-size view, for example).
+        once: a round takes one forward of its model, over a chain, whatever it proposes.
         rereads: the tokens of its proposals are in no cache of its own, so it reads those that were accepted in the next round.
     """
 
@@ -93,6 +94,7 @@ class DraftInfo(_Info):
     sampling: Sampling | None = None
     reads_logits: bool = False
     shortest: int = 1
+    once: bool = False
     rereads: bool = False
 
     def check_prompts(self, lengths: Iterable[int]) -> None:

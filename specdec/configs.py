@@ -19,8 +19,10 @@ def setting(config: Any, *names: str) -> Any:
 
 
 def parallel_token(config: Any) -> int | None:
-    """The id that a config names for parallel drafting (``pard_token``, as AMD and vLLM call it); ``None`` if it names none."""
-    return setting(config, "pard_token")
+    """The id that a config names for parallel drafting (``pard_token``, as AMD and vLLM call it); ``None`` if it names none
+    (or -1, which AMD's trainer writes without one)."""
+    found = setting(config, "pard_token")
+    return None if found is None or found < 0 else found
 
 
 def cache_name(model: Any) -> str:

@@ -8,10 +8,10 @@ from itertools import product
 import pytest
 import torch
 from tiny import byte_tokenizer, tiny
-from transformers import RepetitionPenaltyLogitsProcessor
 
 import specdec as sd
 from specdec import drafts, lab
+from specdec.cost.arms import ArmCosts
 from specdec.drafts import Model, Parallel
 from specdec.drafts.heads import DDTree, StaticTree
 from specdec.executors import Optimistic, Pipelined
@@ -197,12 +197,37 @@ def test_trees_are_grown_from_one_forward(target, tree, temperature, monkeypatch
         assert set(paths) == wanted_paths(tree, best)
 
 
-def test_trees_with_processors(target):
-    """The first token follows processors, and rows without a budget have no nodes."""
+class Never:
+    """Forbids an id."""
+
+    def __init__(self, token):
+        self.token = token
+
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        scores[:, self.token] = float("-inf")
+        return scores
+
+
+def test_first_tokens_of_trees_follow_processors(target):
+    """Of later tokens the text before is not known. Rows without a budget have no nodes."""
     model, draft = target_of(target), replace(draft_of(small()), tree=DDTree(6))
-    base = sd.decoder(model).sampling(processors=[RepetitionPenaltyLogitsProcessor(1.7)], temperature=0.0)
-    out = base.draft(draft, length=3).build().generate(PROMPTS, [20, 1, 17], seed=3)
-    assert out.ids == base.build().generate(PROMPTS, [20, 1, 17], seed=3).ids
+
+    def firsts(**settings):
+        rounds = []
+        base = sd.decoder(model).sampling(temperature=0.0, **settings)
+        out = (
+            base.draft(draft, length=3).build().generate(PROMPTS, [20, 1, 17], seed=3, on_round=rounds.append)
+        )
+        assert out.ids == base.build().generate(PROMPTS, [20, 1, 17], seed=3).ids
+        p = rounds[1].proposal
+        return [
+            [t for t, up, n in zip(p.tokens[b], p.parents[b], range(int(p.size[b]))) if up < 0]
+            for b in range(len(p.size))
+        ]
+
+    best = int(firsts()[0][0])
+    assert all(best not in row for row in firsts(processors=[Never(best)]))
 
 
 @pytest.mark.parametrize(
@@ -211,11 +236,16 @@ def test_trees_with_processors(target):
         ({"tree": 3}, TypeError, "tree is 3: give heads.DDTree"),
         ({"tree": DDTree}, TypeError, "tree is"),
         ({"tree": DDTree(3), "stop": 0.4}, ValueError, "stop ends chains, and tree is given"),
+        (
+            {"tree": StaticTree(tuple((n,) for n in range(99)))},
+            ValueError,
+            "tree has a rank of 98, and there are 97 ids",
+        ),
     ],
 )
 def test_what_is_no_tree_is_refused(target, settings, error, message):
     with pytest.raises(error, match=message):
-        Parallel(target, 3, **settings)
+        sd.decoder(target).draft(Parallel(target, 3, **settings)).build()
 
 
 # -- training ---------------------------------------------------------------------------------------------------------------
@@ -226,12 +256,12 @@ def test_what_is_no_tree_is_refused(target, settings, error, message):
 def test_training_computes_what_decoding_does(family, k):
     model = small(family)
     tokens = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(0))
-    made = ParallelBlocks(k)(model, Batch(tokens, torch.zeros(2, 23, 8), {}))
-    assert made.logits.shape == (2, len(made.at[0]), k, 97)
+    made = ParallelBlocks(k)(model, Batch(tokens, {}, torch.zeros(2, 23, 8)))
+    assert made.logits.shape == (2, len(made.at[0]), k, 98)
     for b, block in ((0, 0), (1, 2)):
         anchor = int(made.at[b, block, 0])
         said = torch.cat([tokens[b, : anchor + 1], torch.full((k - 1,), MASK)])
-        wanted = model(said[None]).logits[0, -k:, :97]
+        wanted = model(said[None]).logits[0, -k:]
         torch.testing.assert_close(
             made.logits[b, block], wanted, rtol=0, atol=2e-6
         )  # norms compute in float32
@@ -259,6 +289,38 @@ def test_training_raises_what_it_is_trained_for():
     assert row["acceptance_8"] > 0.3
 
 
+@pytest.mark.parametrize("family", ["granite", "cohere2", "falcon"])
+def test_models_that_compute_something_else_are_refused(family):
+    draft = with_mask_token(tiny(family), 96)
+    with pytest.raises(ValueError, match=r"computes more than this forward|does not take what this forward"):
+        train(
+            draft,
+            tiny("llama"),
+            torch.zeros(8, 20, dtype=torch.long),
+            settings=Settings(1, 2),
+            progress=False,
+        )
+
+
+def test_the_last_id_of_the_target_may_be_the_mask_token():
+    draft = with_mask_token(tiny("llama", seed=2), 96)
+    report = train(
+        draft, tiny("llama"), torch.zeros(8, 20, dtype=torch.long), settings=Settings(1, 2), progress=False
+    )
+    assert report.tokens == 38
+
+
+def test_what_it_costs_does_not_depend_on_its_tokens(target):
+    """Modelled costs: one forward a round, as of heads that draft a block in one pass."""
+    draft = draft_of(small())
+    costs = ArmCosts.of(target, [draft, Model(draft.model), drafts.NoDraft()])
+    assert costs.once == (True, False, False)
+    seconds = costs.seconds(torch.tensor([0, 0, 1, 2]), torch.tensor([5, 0, 5, 0])) - 1
+    assert seconds.tolist() == pytest.approx([costs.draft[0], 0, 5 * costs.draft[0], 0])
+    with pytest.raises(ValueError, match="once of 1"):
+        ArmCosts((0.5, 0.5), once=(True,))
+
+
 def test_mask_tokens_are_named_in_the_config():
     model = tiny("llama", seed=2)
     assert with_mask_token(model, 90) is model
@@ -268,5 +330,12 @@ def test_mask_tokens_are_named_in_the_config():
         with_mask_token(model, 97)
     with pytest.raises(ValueError, match="mask_token is -1"):
         with_mask_token(model, -1)
+    model.config.pard_token = -1  # as AMD's trainer writes where there is none
+    assert (
+        type(sd.decoder(target_of(sd.HFModel(tiny("llama")))).draft((model, byte_tokenizer())).build().draft)
+        is Model
+    )
+    with pytest.raises(TypeError, match="mask_token is '5': give a whole number"):
+        ParallelBlocks(2, mask_token="5").mask_of(model)
     with pytest.raises(ValueError, match="with_mask_token"):
-        ParallelBlocks(2)(tiny("llama"), Batch(torch.zeros(1, 9, dtype=torch.long), torch.zeros(1, 8, 8), {}))
+        ParallelBlocks(2)(tiny("llama"), Batch(torch.zeros(1, 9, dtype=torch.long), {}, torch.zeros(1, 8, 8)))

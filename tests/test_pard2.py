@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_parallel import MASK, PROMPTS, small
 from tiny import byte_tokenizer, tiny
 
@@ -14,7 +15,7 @@ from specdec import drafts
 from specdec.drafts.heads import Head, Pard2, load
 from specdec.drafts.heads.ddtree import DDTree
 from specdec.executors import Ahead, Optimistic
-from specdec.training.losses import CATLoss, distillation
+from specdec.training.losses import ByDepth, CATLoss, distillation
 
 TAPS, LAYERS = (
     ("final", 2, 0),
@@ -39,14 +40,14 @@ def head_of(target, family="llama", depth=5, **settings):
 
 
 @torch.no_grad()
-def theirs(target, head, model, text, k):
+def theirs(target, head, model, text, k, mask=MASK):
     """As the authors' ``pard2_infer``: logits ``[k, V]`` after ``text``, of which the target has read all but the last token."""
     hidden = target.model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
     features = torch.cat([hidden[layer] for layer in LAYERS], -1)
     features = torch.cat([torch.zeros_like(features[:, :1]), features], 1)
     features = torch.cat([features, features[:, -1:].expand(-1, k - 1, -1)], 1)
-    embedded = model.get_input_embeddings()(torch.tensor([text + [MASK] * (k - 1)]))
-    return model(inputs_embeds=embedded + 0.5 * head.fc(features)).logits[0, -k:, :MASK]
+    embedded = model.get_input_embeddings()(torch.tensor([text + [mask] * (k - 1)]))
+    return model(inputs_embeds=embedded + 0.5 * head.fc(features)).logits[0, -k:, :97]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -158,10 +159,15 @@ def test_checkpoints_of_the_authors(target, family, tied, tmp_path):
     written(tmp_path, target, model, made)
     head = load(tmp_path, target, depth=5)
     assert (head.taps, head.scale, head.depth, head.settings["mask_token"]) == (TAPS, 0.5, 5, 90)
-    one = head.logits(head.norm(head.mask_embedding(head.embed)))
-    with torch.no_grad():
-        hidden = model.model.norm(model.get_input_embeddings().weight[90])
-        torch.testing.assert_close(one, model.lm_head(hidden), rtol=0, atol=1e-6)
+    rounds = []
+    sd.decoder(target).draft(Head(head), 4).build().generate(
+        [[5, 9, 61, 3]], 6, seed=0, on_round=rounds.append
+    )
+    for r in rounds[1:3]:
+        text, size = r.context.row(0), int(r.proposal.size[0])
+        laws = torch.stack([r.proposal.q(n)[0] for n in range(size)])
+        wanted = theirs(target, made, model, text, size, 90).softmax(-1)
+        torch.testing.assert_close(laws.double(), wanted, rtol=0, atol=1e-6)
     decoder = sd.decoder(target).greedy().draft(tmp_path, length=4).build()
     assert isinstance(decoder.draft.model, Pard2)
     assert decoder.generate(PROMPTS, 12).ids == sd.decoder(target).greedy().build().generate(PROMPTS, 12).ids
@@ -206,8 +212,21 @@ def test_what_a_checkpoint_lacks_is_named(target, tmp_path):
         load(tmp_path, target)
     del model.config.pard2_target_layers
     written(tmp_path, target, model, Pard2.from_model(model, target, ("final",)), pard2_target_layers=None)
-    with pytest.raises(ValueError, match="lacks pard2_target_layers: give taps="):
+    assert load(tmp_path, target).taps == ("final",)  # as the authors' converter
+    tensors = {name: t for name, t in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lacks lm_head\.weight"):
         load(tmp_path, target)
+
+
+def test_the_projection_may_have_another_precision(target, tmp_path):
+    model = tiny("llama", seed=2).bfloat16()
+    head = Pard2.from_model(tiny("llama", seed=2).double(), target, TAPS)
+    written(tmp_path, target, model, head, unsloth_fixed=True)
+    made = load(tmp_path, target)
+    assert {p.dtype for p in made.parameters()} == {torch.bfloat16}
+    base = sd.decoder(target).greedy()
+    assert base.draft(Head(made), 4).build().generate(PROMPTS, 8).ids == base.build().generate(PROMPTS, 8).ids
 
 
 def test_other_models_are_refused(target):
@@ -215,6 +234,14 @@ def test_other_models_are_refused(target):
         Pard2.from_model(tiny("gpt2"), target)
     with pytest.raises(ValueError, match="model has a vocabulary of 50 and the target one of 97"):
         Pard2.from_model(tiny("llama", vocab_size=50), target)
+    with pytest.raises(ValueError, match="hidden_act is 'gelu'"):
+        Pard2.from_model(tiny("llama", hidden_act="gelu"), target)
+    with pytest.raises(TypeError, match="model is 'small': give a transformers model"):
+        Pard2.from_model("small", target)
+    with pytest.raises(TypeError, match="mask_token is that of the models: leave it out"):
+        Pard2.from_model(tiny("llama"), target, mask_token=5)
+    narrow = Pard2.from_target(target, config={"hidden_size": 16, "head_dim": 4})
+    assert narrow.fc.in_features == 32
     with pytest.raises(ValueError, match="own_embedding and own_head are those of the language model"):
         Pard2.from_target(target, own_head=False)
 
@@ -240,5 +267,11 @@ def test_positions_count_as_the_text_before_them_is_probable():
     kept[:, 0] = False
     some = CATLoss()(q, p, tokens.where(kept, -100), kept)
     assert float(some) == pytest.approx(float(CATLoss()(q[:, 1:], p[:, 1:], tokens[:, 1:])))
+    some = CATLoss()(
+        q, p, tokens.where(tokens != tokens[0, 0, 1], -100)
+    )  # ids that a reduced vocabulary lacks
+    assert torch.isfinite(some)
+    with pytest.raises(ValueError, match="give it without ByDepth"):
+        ByDepth(CATLoss())
     with pytest.raises(ValueError, match="hard is 0"):
         replace(CATLoss(), hard=0, soft=0)

@@ -1,6 +1,6 @@
 """The cost of an arm's round: modelled by the weights read, or given.
 
-For a round, a row is charged ``drafted * draft[arm] + verify``, where a tree drafts its nodes. Modelled costs are in units of one verification pass, and
+For a round, a row is charged ``drafted * draft[arm] + verify``, where a tree drafts its nodes; an arm that drafts in one forward is charged ``draft[arm]`` once. Modelled costs are in units of one verification pass, and
 measured ones in seconds. Only ratios matter to a selector.
 """
 
@@ -22,12 +22,18 @@ from specdec.cost.shapes import Shape
 
 @dataclass(frozen=True)
 class ArmCosts:
-    """``draft`` is the cost of one drafted token of one row, for each arm, and ``verify`` a row's share of a verification."""
+    """``draft`` is the cost of one drafted token of one row, for each arm, or, where ``once`` is true, of all of them; ``verify`` a row's share of a verification.
+    ``once`` may be empty: no arm drafts in one forward."""
 
     draft: tuple[float, ...]
     verify: float = 1.0
+    once: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.once and len(self.once) != len(self.draft):
+            raise ValueError(
+                f"costs are of {len(self.draft)} arms, and once of {len(self.once)}: give one for each arm"
+            )
         if self.verify <= 0 or min(self.draft, default=0) < 0:
             raise ValueError(
                 f"costs are draft {self.draft}, verify {self.verify}: need draft >= 0 and verify > 0"
@@ -35,7 +41,12 @@ class ArmCosts:
 
     def seconds(self, arm: Tensor, drafted: Tensor) -> Tensor:
         """``[B]`` the charge for rows on arms ``arm`` that drafted ``drafted`` tokens."""
-        return drafted * self._draft[arm] + self.verify
+        forwards = drafted.where(~self._once[arm], drafted.clamp(max=1)) if self.once else drafted
+        return forwards * self._draft[arm] + self.verify
+
+    @cached_property
+    def _once(self) -> Tensor:
+        return torch.tensor(self.once)
 
     @cached_property
     def _draft(self) -> Tensor:
@@ -50,9 +61,10 @@ class ArmCosts:
         weights, too.
         """
         whole = used_weights(target)
-        infos = map(DraftInfo.of, drafts)
+        infos = list(map(DraftInfo.of, drafts))
         used = [target if info.reads_cache else info.model for info in infos]
-        return ArmCosts(tuple(0.0 if whole == 0 else used_weights(model) / whole for model in used))
+        each = tuple(0.0 if whole == 0 else used_weights(model) / whole for model in used)
+        return ArmCosts(each, once=tuple(info.once for info in infos))
 
 
 def weights(model: Any) -> int:

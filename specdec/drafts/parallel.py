@@ -15,6 +15,7 @@ from specdec.capabilities import DraftInfo
 from specdec.configs import parallel_token
 from specdec.drafts.coerce import as_model
 from specdec.drafts.draw import LOWEST, ChainDraw, fitted
+from specdec.drafts.heads.static_tree import StaticTree
 from specdec.drafts.model import Model
 from specdec.drafts.one_model import ModelState, OneModel, readable
 from specdec.drafts.stops import Stops, as_stops
@@ -99,12 +100,18 @@ class Parallel(OneModel):
 
     @property
     def info(self) -> DraftInfo:
-        about = DraftInfo("parallel", revocable=True, model=self.model, sampling=self.sampling, rereads=True)
+        about = DraftInfo(
+            "parallel", revocable=True, model=self.model, sampling=self.sampling, once=True, rereads=True
+        )
         if self.tree is None:
             return about
         return replace(about, trees=self.tree.trees, nodes=self.tree.nodes, longest=self.tree.longest)
 
     def bind(self, target: LanguageModel, sampling: Sampling) -> Parallel:
+        if isinstance(self.tree, StaticTree) and self.tree.ranks > target.vocab_size:
+            raise ValueError(
+                f"tree has a rank of {self.tree.ranks - 1}, and there are {target.vocab_size} ids: give ranks below that"
+            )
         return replace(self, sampling=sampling.for_draft(self.sampling), vocab_size=target.vocab_size)
 
     def propose(

@@ -163,7 +163,7 @@ KINDS = {
     ),
     "pard2": Kind(Pard2, 8, ("depth", 0), own=CATLoss(), blocks=4, takes=("mask_token",)),
 }
-"""The library's heads, by the names that recipes give them. With a mask token ``heads.export`` has a layout for all of them but Medusa."""
+"""The library's heads, by the names that recipes give them. With a mask token ``heads.export`` has a layout for all of them but Medusa and PARD-2."""
 
 RESERVED = re.compile(r"[<\[].*(reserved|unused)", re.IGNORECASE)
 

@@ -188,8 +188,8 @@ class CATLoss:
     ) -> Tensor:
         """``logits``, ``target_logits [..., k, V]`` of whole blocks; ``tokens``, ``kept [..., k]``."""
         log_p, log_q = target_logits.log_softmax(-1), logits.log_softmax(-1)
-        at = tokens.clamp(min=0)[..., None]
-        said, mine = (law.gather(-1, at)[..., 0] for law in (log_p, log_q))
+        at, there = tokens.clamp(min=0)[..., None], tokens != ABSENT
+        said, mine = (law.gather(-1, at)[..., 0].where(there, 0) for law in (log_p, log_q))
         reached = (said.cumsum(-1) - said).exp()
         reached = reached if kept is None else reached.where(kept, 0)
         each = self.soft * (log_p.exp() * (log_p - log_q)).sum(-1) - self.hard * mine
@@ -212,6 +212,10 @@ class ByDepth:
     weights: float | Sequence[float] = 0.8
 
     def __post_init__(self) -> None:
+        if isinstance(self.loss, CATLoss):
+            raise ValueError(
+                "loss is a CATLoss, which weights whole blocks by itself: give it without ByDepth"
+            )
         given = [self.weights] if isinstance(self.weights, (int, float)) else list(self.weights)
         if not given or not all(weight > 0 for weight in given):
             raise ValueError(

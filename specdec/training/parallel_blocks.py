@@ -7,7 +7,7 @@ that each depth is trained equally often.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from specdec.arguments import at_least, whole
+from specdec.arguments import whole
 from specdec.configs import parallel_token
 from specdec.masks import Causal
 from specdec.training.forward import Blocks, Drafted, band_attention
@@ -42,12 +42,8 @@ class ParallelBlocks(Blocks):
     def __call__(
         self, draft: Any, batch: Batch, draws: Sequence[np.random.Generator] | None = None
     ) -> Drafted:
-        """Blocks of a batch, over the vocabulary of the batch's target; ``draws``: a generator for each of its texts."""
-        mask = parallel_token(draft.config) if self.mask_token is None else self.mask_token
-        if mask is None:
-            raise ValueError(
-                "mask_token is not given, and the draft's config has no pard_token: training.parallel_blocks.with_mask_token(draft) gives it one"
-            )
+        """Blocks of a batch, over the draft's vocabulary; ``draws``: a generator for each of its texts."""
+        mask = self.mask_of(draft)
         anchors, text = self.places(batch, draws), batch.tokens[:, :-1]
         B, L = text.shape
         A, more = anchors.shape[1], self.k - 1
@@ -67,9 +63,42 @@ class ParallelBlocks(Blocks):
         blocks = torch.cat([x[row, anchors][:, :, None], x[:, L:].unflatten(1, (A, more))], 2)
         head = draft.get_output_embeddings()
         logits = F.linear(blocks, head.weight, head.bias)
-        if mask == logits.shape[-1] - 1:  # an id of its own, which the target lacks
-            logits = logits[..., :-1]
         return Drafted(logits, anchors[..., None] + torch.arange(self.k, device=x.device))
+
+    def mask_of(self, draft: Any) -> int:
+        """The mask token of a draft.
+
+        Raises:
+            TypeError: it is no whole number. ValueError: there is none, or it is no id of the draft.
+        """
+        mask = parallel_token(draft.config) if self.mask_token is None else self.mask_token
+        if mask is None:
+            raise ValueError(
+                "mask_token is not given, and the draft's config has no pard_token: training.parallel_blocks.with_mask_token(draft) gives it one"
+            )
+        check_id(mask, len(draft.get_input_embeddings().weight))
+        return mask
+
+    @torch.no_grad()
+    def check(self, draft: Any) -> None:
+        """Raise ValueError for a draft whose own forward computes something else than this one, such as a scale or a soft cap, or attention in another way."""
+        ids = torch.arange(9, device=draft.device)[None] % len(draft.get_input_embeddings().weight)
+        mask, training = self.mask_of(draft), draft.training
+        draft.eval()
+        try:
+            one = replace(self, k=3, anchors=None)
+            ours = one(draft, Batch(ids, {}, ids.new_zeros(1, 8, 1))).logits[0, 1]  # after 5 tokens
+            own = draft(torch.cat([ids[:, :5], ids.new_full((1, 2), mask)], 1)).logits[0, -3:]
+        except TypeError as error:
+            raise ValueError(
+                f"draft: a {type(draft).__name__} does not take what this forward gives to its attention ({error}): use a llama-like model"
+            ) from error
+        finally:
+            draft.train(training)
+        if not torch.allclose(ours.float(), own.float(), rtol=1e-2, atol=1e-2 * float(own.abs().max())):
+            raise ValueError(
+                f"draft: a {type(draft).__name__} computes more than this forward (a scale, a soft cap, or attention of its own): use a llama-like model"
+            )
 
 
 def block_attention(
@@ -86,8 +115,8 @@ def block_attention(
 ) -> tuple[Tensor, None]:
     """Attention of a text and of blocks after its ``anchors [B, A]``, at positions ``slots [B, A, m]``: a slot sees the text up to its anchor, and its block
     up to itself. ``query [B, Hq, L + A * m, D]``."""
-    assert anchors is not None
-    assert slots is not None
+    if anchors is None or slots is None:
+        raise TypeError("its layers do not pass arguments on to the attention function")
     A, m = slots.shape[1:]
     L = query.shape[2] - A * m
     q, k, v = (t[:, :, :L] for t in (query, key, value))
@@ -130,15 +159,19 @@ def with_mask_token(draft: Any, mask_token: int | None = None) -> Any:
     Raises:
         TypeError: it is no whole number. ValueError: no id of the draft.
     """
-    size = len(draft.get_input_embeddings().weight)
     if mask_token is None:
+        size = len(draft.get_input_embeddings().weight)
         mean = draft.get_input_embeddings().weight.mean(0)
         draft.resize_token_embeddings(size + 1, mean_resizing=False)
         draft.get_input_embeddings().weight[size] = mean
         mask_token = size
-    whole("mask_token", mask_token)
-    at_least(0, "mask_token", mask_token, "give an id of the draft")
-    if mask_token >= len(draft.get_input_embeddings().weight):
-        raise ValueError(f"mask_token is {mask_token}: the draft has ids from 0 to {size - 1}")
+    check_id(mask_token, len(draft.get_input_embeddings().weight))
     draft.config.pard_token = int(mask_token)
     return draft
+
+
+def check_id(mask_token: Any, size: int) -> None:
+    """Raise TypeError or ValueError unless ``mask_token`` is one of ``size`` ids."""
+    whole("mask_token", mask_token)
+    if not 0 <= mask_token < size:
+        raise ValueError(f"mask_token is {mask_token}: the draft has ids from 0 to {size - 1}")

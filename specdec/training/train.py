@@ -144,7 +144,7 @@ def train(
             the two calls get. The trackers are ended by its owner (``end_training``).
     Raises:
         ValueError: data without sequences or of another target, a checkpoint of another run, a draft that would train weights of
-            the target, or a loss of a confidence that the draft does not have.
+            the target or whose forward is not computed here, or a loss of a confidence that the draft does not have.
         FloatingPointError: the loss is not finite.
         TypeError: ids that are not whole numbers, or ``settings`` of another type.
     """
@@ -187,6 +187,8 @@ def train(
             raise ValueError(
                 f"draft has a vocabulary of {theirs} and the target one of {vocab_size}: train a draft with the target's vocabulary"
             )
+    if isinstance(forward, ParallelBlocks) and not (head or spire):
+        forward.check(draft)
     check_ids("data", data, vocab_size)
     check_ids("validation", validation, vocab_size)
     reads = tuple(forward.layers(draft))
@@ -224,7 +226,7 @@ def train(
 
     try:
         run.share(accelerator)
-        judge = Judge(draft, loss, ends.logits, settings.compile)
+        judge = Judge(draft, loss, ends.logits, settings.compile, None if head or spire else vocab_size)
         if state is not None:
             run.restore(state)
             report.tokens, report.seconds, report.curve = (state[n] for n in ("tokens", "seconds", "curve"))

@@ -19,10 +19,19 @@ class Judge:
 
     Args:
         draft: if it has a reduced vocabulary, the loss gets the target's logits and the tokens of that vocabulary, so that p is renormalised.
-        loss: as ``train``'s. law: final hidden states ``[..., E]`` -> the target's logits ``[..., V]``. compile: torch.compile of the loss.
+        loss: as ``train``'s. law: final hidden states ``[..., E]`` -> the target's logits ``[..., V]``. compile: torch.compile of the loss. outputs: V, if the
+            draft may have ids after the target's, whose logits are left out.
     """
 
-    def __init__(self, draft: Any, loss: Any, law: Callable[[Tensor], Tensor], compile: bool = False):
+    def __init__(
+        self,
+        draft: Any,
+        loss: Any,
+        law: Callable[[Tensor], Tensor],
+        compile: bool = False,
+        outputs: int | None = None,
+    ):
+        self.outputs = outputs
         reduced = isinstance(draft, HeadModel) and draft.d2t is not None
         self.ids: Tensor | None = draft.ids if reduced else None
         self.needs, self.confident = needs_target(loss), trains_confidence(loss)
@@ -34,7 +43,10 @@ class Judge:
 
     def __call__(self, made: Drafted, batch: Batch) -> Tensor:
         """The loss of blocks, with gradients."""
-        return self._compared(self.value, made, batch, kept(batch, made))
+        return self._compared(self.value, self._fitted(made), batch, kept(batch, made))
+
+    def _fitted(self, made: Drafted) -> Drafted:
+        return made if self.outputs is None else made._replace(logits=made.logits[..., : self.outputs])
 
     def _compared(
         self, value: Callable[..., Tensor], made: Drafted, batch: Batch, counted: Tensor | None
@@ -89,7 +101,7 @@ class Judge:
         for start in range(0, len(held), batch):
             which = range(start, min(start + batch, len(held)))
             states = held.take(which).to(device, precision)
-            made = drafted(forward, draft, states, None)
+            made = self._fitted(drafted(forward, draft, states, None))
             if not hasattr(forward, "k"):  # [B, T, 1, V]
                 whole = made.logits.shape[1] // 4 * 4
                 made = Drafted(*(x[:, :whole].reshape(len(x), -1, 4, *x.shape[3:]) for x in made[:2]))

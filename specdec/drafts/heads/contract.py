@@ -67,7 +67,8 @@ class Anchors(Protocol):
     """Where blocks are drafted: all slots see what ``read`` stored at positions below their anchor."""
 
     def count(self, most: int) -> int:
-        """How many of the ``most`` tokens that a head proposes are asked for, at least 1. A head whose slots see none after them may leave out the others."""
+        """How many of the ``most`` tokens that a head proposes are asked for, at least 1: no more steps are taken. A head whose slots see none after them may
+        leave out the others."""
         ...
 
     def slots(self, first: int, count: int | None = None, full: bool = False) -> Pass:

@@ -127,6 +127,7 @@ class Head:
             revocable=True,
             model=self.model,
             sampling=self.sampling,
+            once=self.model.block_slots > 0,
         )
 
     @staticmethod

@@ -12,13 +12,15 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 
 from specdec.arguments import at_least
-from specdec.configs import parallel_token
+from specdec.configs import parallel_token, setting
 from specdec.drafts.heads.contract import Anchors, Pass
 from specdec.drafts.heads.features import Features, Tap
-from specdec.drafts.heads.layers import Block, MaskEmbedding, Rotary, config_like, norm
+from specdec.drafts.heads.formats.body import body_of
+from specdec.drafts.heads.formats.fields import Fields
+from specdec.drafts.heads.layers import Block, MaskEmbedding, Rotary, norm
 from specdec.drafts.heads.model import HeadModel
 from specdec.forward.ends import Ends
 from specdec.models.fingerprint import fingerprint, unwrapped
@@ -89,28 +91,41 @@ class Pard2(HeadModel):
             model: a transformers model of the families llama and qwen3, with the target's vocabulary, or with a mask token after it
                 (``training.parallel_blocks.with_mask_token``). The mask token is the one that its config names; if there is none, a vector of the head's own.
         Raises:
-            ValueError: the model is of another family, has biases, or does not fit the target; or as the class.
+            TypeError: one of the two is no model, or a setting is the model's. ValueError: the model is of another family, has what this head's blocks have
+                not, or does not fit the target; or as the class.
         """
-        theirs, own = unwrapped(target), model.config
+        model, theirs = unwrapped(model), unwrapped(target)
+        for name, one in (("model", model), ("target", theirs)):
+            if not isinstance(one, PreTrainedModel):
+                raise TypeError(
+                    f"{name} is {one!r}: give a transformers model or an HFModel, HFModel.from_pretrained(...) of a name"
+                )
+        fixed = [
+            name
+            for name in ("blocks", "head_norms", "mask_token", "vocabulary", "target_width")
+            if name in settings
+        ]
+        if fixed:
+            raise TypeError(f"{fixed[0]} is that of the models: leave it out")
+        own = model.config
         if own.model_type not in FAMILIES:
             raise ValueError(f"model is a {own.model_type}: give one of {' or '.join(FAMILIES)}")
         size, width, mask = theirs.config.get_text_config().vocab_size, own.hidden_size, parallel_token(own)
         tensors = {name.removeprefix("model."): t for name, t in model.state_dict().items()}
-        if mask == size:  # an id of its own
-            settings["mask_token"] = None
-            tensors["mask_embedding.weight"] = tensors["embed_tokens.weight"][size:]
-            tensors |= {name: t[:size] for name, t in tensors.items() if name in OWN}
-        elif mask is None:
-            tensors["mask_embedding.weight"] = tensors["embed_tokens.weight"].mean(0, keepdim=True)
-        else:
-            settings["mask_token"] = mask
-        if len(tensors["embed_tokens.weight"]) != size:
+        table = tensors["embed_tokens.weight"]
+        if len(table) < size:
             raise ValueError(
-                f"model has a vocabulary of {len(tensors['embed_tokens.weight'])} and the target one of {size}: give a model with the target's vocabulary"
+                f"model has a vocabulary of {len(table)} and the target one of {size}: give a model with the target's vocabulary"
             )
-        config = config_like(
-            model, num_hidden_layers=own.num_hidden_layers, num_target_layers=theirs.config.get_text_config().num_hidden_layers, vocab_size=size
-        )  # fmt: skip
+        if mask is None:
+            tensors["mask_embedding.weight"] = table.mean(0, keepdim=True)
+        elif mask >= size:  # an id that the target lacks
+            tensors["mask_embedding.weight"], mask = table[mask : mask + 1], None
+        tensors |= {name: t[:size] for name, t in tensors.items() if name in OWN}
+        config = body_of(
+            Fields("model", own.to_dict()), size, theirs.config.get_text_config().num_hidden_layers
+        )
+        config.vocab_size = size
         settings.setdefault("scale", 1.0)
         made = cls(
             config,
@@ -119,6 +134,7 @@ class Pard2(HeadModel):
             depth=depth,
             target_width=theirs.config.get_text_config().hidden_size,
             head_norms=own.model_type == "qwen3",
+            mask_token=mask,
             target=fingerprint(theirs),
             **settings,
         )
@@ -126,7 +142,7 @@ class Pard2(HeadModel):
         if made.fc.bias is not None:
             tensors["fc.bias"] = torch.zeros(width, dtype=model.dtype)
         made.filled({name: t.detach().clone() for name, t in tensors.items()}, "model")
-        ends = Ends.of(theirs)
+        made.tokenizer, ends = setting(target, "tokenizer"), Ends.of(theirs)
         return made.to(ends.table.weight.device, ends.table.weight.dtype).eval().bound(target)
 
     def filled(self, tensors: Mapping[str, Tensor], source: str, called: Callable[[str], str] = str) -> Self:
@@ -134,6 +150,13 @@ class Pard2(HeadModel):
         if "lm_head.weight" not in tensors and "embed_tokens.weight" in tensors:
             tensors = {**tensors, "lm_head.weight": tensors["embed_tokens.weight"].clone()}
         return super().filled(tensors, source, called)
+
+    @classmethod
+    def from_target(cls, target: Any, taps: Sequence[Tap] | None = None, **settings: Any) -> Self:
+        """As ``HeadModel.from_target``: a new language model."""
+        if isinstance(unwrapped(target), PreTrainedModel):
+            settings.setdefault("target_width", unwrapped(target).config.get_text_config().hidden_size)
+        return super().from_target(target, taps, **settings)
 
     def copy_ends(self, ends: Ends) -> None:
         """As ``HeadModel.copy_ends``, where the widths are equal."""

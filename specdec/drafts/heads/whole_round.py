@@ -34,7 +34,7 @@ class HeadDrafting(RingDrafting):
 
     @staticmethod
     def why_not(draft: Head, target: object, length: int) -> str | None:
-        model, kinds = draft.model, ", ".join(kind.__name__ for kind in HEADS)
+        model, kinds = draft.model, ", ".join(kind.__name__ for kind in HEADS if not kind.leading)
         if type(model) not in HEADS:
             return f"runs the heads {kinds}, but the draft's head is a {type(model).__name__}"
         if model.leading:

@@ -24,6 +24,8 @@ WITHOUT_EFFECT = frozenset(PreTrainedConfig().to_dict()) | frozenset(
         "eos_token_id",
         "pad_token_id",
         "tie_word_embeddings",
+        "unsloth_fixed",
+        "unsloth_version",
         "vocab_size",
     ]
 )

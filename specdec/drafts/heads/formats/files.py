@@ -36,7 +36,8 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """The tensors of ``model.safetensors``, of its parts, or of the first of ``WHOLE``, and of ``BESIDE`` (of pickled files only tensors are read).
+    """The tensors of ``model.safetensors``, of its parts, or of the first of ``WHOLE``, and in their precision those of ``BESIDE`` (of pickled files only tensors
+    are read).
 
     Raises:
         FileNotFoundError: there is none of these, or a part is missing. ValueError: a file is damaged.
@@ -56,6 +57,9 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
             found |= _read(file)
         except Exception as error:  # safetensors and pickle each have their own
             raise ValueError(f"{file} is damaged ({error}): copy the checkpoint again") from error
+        if file.name == BESIDE:
+            kind = next((t.dtype for t in found.values() if t.is_floating_point()), torch.float32)
+            found = {name: t.to(kind) if t.is_floating_point() else t for name, t in found.items()}
     return found
 
 

@@ -14,14 +14,14 @@ from specdec.drafts.heads.formats.plan import Format, Plan
 from specdec.drafts.heads.pard2 import FAMILIES, Pard2
 
 NAMES = {"target_proj.": "fc.", "model.": ""}
-TRAINING = ("ce_alpha", "kd_alpha", "kd_temperature", "prev_prob_loss", "target_feat_mask", "ml", "pard2_ml")
+TRAINING = ("ce_alpha", "kd_alpha", "kd_temperature", "prev_prob_loss", "target_feat_mask")
 
 
 def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size: int) -> Plan:
     """As ``Format.plan``.
 
     Raises:
-        ValueError: the file with the projection is missing, a layer that the target does not have, or as ``body_of``.
+        ValueError: the file with the projection or the output matrix is missing, a layer that the target does not have, or as ``body_of``.
     """
     family = fields.only("model_type", *FAMILIES)
     fields.only("spd_type", "pard2")
@@ -32,14 +32,19 @@ def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size:
             f"{fields.source} lacks target_proj.weight: copy warp_model.bin, too, or, to draft without the target's activations, give "
             "drafts.Parallel of the model"
         )
-    layers = fields.get("pard2_target_layers", fields.get("target_layers"))
-    if layers is None:
+    if "lm_head.weight" not in tensors and not fields.get("tie_word_embeddings"):
         raise ValueError(
-            f"{fields.source}: the config lacks pard2_target_layers: give taps=, the layers that the head was trained on"
+            f"{fields.source} lacks lm_head.weight, and its config does not tie it to the embedding: copy the checkpoint again"
         )
-    taps = [_tap(int(layer), blocks, fields.source) for layer in layers]
     old = fields.get("pard_scale", fields.get("feat_scale", 0.02))
     wide = tensors["target_proj.weight"].shape[1]
+    several = fields.get(
+        "pard2_ml", fields.get("ml", wide > 10000)
+    )  # as the authors' converter, where no layers are named
+    layers = fields.get(
+        "pard2_target_layers", fields.get("target_layers", [-1, -8, -16, -24] if several else [-1])
+    )
+    taps = [_tap(int(layer), blocks, fields.source) for layer in layers]
     for name in ("pard2_target_dim", "pard_target_dim"):
         fields.only(name, wide)
     for name in ("pard2_proj_bias", "proj_bias"):
@@ -50,7 +55,7 @@ def plan(fields: Fields, tensors: Mapping[str, Tensor], blocks: int, vocab_size:
         "scale": fields.get("pard2_scale", old),
         "feature_bias": "target_proj.bias" in tensors,
         "head_norms": family == "qwen3",
-        "mask_token": fields.get("pard_token"),
+        "mask_token": token if (token := fields.get("pard_token", -1)) >= 0 else None,
         "own_embedding": True,
         "own_head": True,
     }
