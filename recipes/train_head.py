@@ -35,7 +35,7 @@ from specdec.lab.console import short_errors
 from specdec.lab.fitting import main_process, say, told
 from specdec.lab.head_card import curve
 from specdec.lab.head_kinds import KINDS, anchors, mask_token_of
-from specdec.lab.loading import in_dtype, load
+from specdec.lab.loading import in_dtype, load, share_ids
 from specdec.lab.options import option, parse
 from specdec.lab.own_text import OnOwnText, Part, frequent, split
 from specdec.lab.report import meta
@@ -189,7 +189,12 @@ def new(s: Settings, target: Any, tokenizer: Any, vocabulary: Any = None) -> Hea
     """The untrained head."""
     kind = KINDS[s.head]
     if s.start:
-        return Pard2.from_model(load(s.start)[0], target, taps(s), depth=s.k or kind.k).float()
+        small, own = load(s.start)
+        if not share_ids(own, tokenizer):
+            raise SystemExit(
+                f"--start {s.start}: it has another tokenizer than the target: give a model with the target's"
+            )
+        return Pard2.from_model(small, target, taps(s), depth=s.k or kind.k).float()
     token = mask_token(s, target, tokenizer)
     if s.layout == "specforge":
         kind = dataclasses.replace(kind, settings={"own_head": False})

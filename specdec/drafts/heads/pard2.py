@@ -113,7 +113,7 @@ class Pard2(HeadModel):
         size, width, mask = theirs.config.get_text_config().vocab_size, own.hidden_size, parallel_token(own)
         tensors = {name.removeprefix("model."): t for name, t in model.state_dict().items()}
         table = tensors["embed_tokens.weight"]
-        if len(table) < size:
+        if len(table) < size or (len(table) > size and (mask is None or mask < size)):
             raise ValueError(
                 f"model has a vocabulary of {len(table)} and the target one of {size}: give a model with the target's vocabulary"
             )
