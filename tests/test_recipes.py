@@ -63,6 +63,7 @@ RECIPES = [
     "train_pool",
     "train_heads",
     "train_head",
+    "train_parallel",
     "answers",
     "endpoint",
     "heads",
