@@ -10,8 +10,8 @@ turn with fresh random numbers. window: heads that see --sinks first positions a
 on the texts of --prompts.
 
 The k and the tree of each method in "speed" are chosen on prompts of the validation packages; everything else is measured on the test packages. Rows:
-`part, method, parameters, tokens_trained, drafting, verifier, temperature, context, domain, k, nodes, tau, tau_low, tau_high, ratio, draft_ms, round_ms,
-batch, tokens_per_second, ratio_to_plain, ...` (docs/heads_compared.md). Drafts that are not there are named and left out; recipes/train_heads.py
+`part, method, drafting, verifier, temperature, context, domain, k, nodes, tau, tau_low, tau_high, ratio, draft_ms, round_ms,
+batch, tokens_per_second, ratio_to_plain, ...` (docs/heads_compared.md), and of part draft the parameters and tokens_trained of each method. Drafts that are not there are named and left out; recipes/train_heads.py
 trains them. Use one thread on a quiet machine.
 """
 
@@ -56,6 +56,7 @@ def main(s: Settings) -> None:
     if not field:
         raise SystemExit("--methods: none of these drafts is there")
     known = Known()
+    rows += [one.about for one in field]
     for temperature in s.temperatures:
         rows += Study(s, target, field, temperature, known).rows()
         s.save(rows)

@@ -299,9 +299,10 @@ def test_recipe(tmp_path):
     )  # fmt: skip
     assert "left out: pocket-nowhere" in said
     rows = report(file)
-    parts = {"choice", "tau", "depth", "tree", "equal_ms", "speed", "window", "outside"}
+    parts = {"draft", "choice", "tau", "depth", "tree", "equal_ms", "speed", "window", "outside"}
     assert {r["part"] for r in rows} == parts
-    assert {r["temperature"] for r in rows} == {0.0, 1.0}
+    assert [r["method"] for r in rows if r["part"] == "draft"] == ["eagle3", "dflash", "pocket-vanilla"]
+    assert {r["temperature"] for r in rows if r["part"] != "draft"} == {0.0, 1.0}
     (tmp_path / "results").mkdir()
     (tmp_path / "results/h.json").write_text(file.read_text())
     assert [said for table in tables(text) for said in wrong(table, tmp_path)] == []

@@ -73,8 +73,9 @@ class Contender:
 
     @property
     def about(self) -> dict[str, Any]:
-        """The fields that all rows of this draft have."""
-        return {"method": self.name, "parameters": self.parameters, "tokens_trained": self.tokens_trained}
+        """A report's row about this draft."""
+        sizes = {"parameters": self.parameters, "tokens_trained": self.tokens_trained}
+        return {"part": "draft", "method": self.name, **sizes}
 
     @property
     def chain(self) -> Way:

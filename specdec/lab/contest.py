@@ -32,10 +32,9 @@ def tau_rows(
     rows = []
     for k in range(1, max(one.longest for one in field) + 1):
         long = {one.name: replays[one.chain.label] for one in field if one.longest >= k}
-        about = {one.name: one.about for one in field}
         for row in compare(long, k, reference if reference in long else None).rows:
             over = reference if reference in long else next(iter(long))
-            here = {"part": part, **about[row["method"]], "drafting": "chain", **at, "k": k}
+            here = {"part": part, "method": row["method"], "drafting": "chain", **at, "k": k}
             rows.append(
                 here | {"domain": row["category"], "over": over} | {name: row[name] for name in FIGURES}
             )
@@ -50,7 +49,7 @@ def depth_rows(field: Sequence[Contender], replays: Mapping[str, Replay], at: Ro
         made, clusters = replay.efficiency(), Clusters(replay.trace.sources)
         for d in range(replay.k):
             accepted, reached = (t[:, d].numpy() for t in (made.accepted, made.reached))
-            row = {"part": "depth", **one.about, **at, "k": replay.k, "depth": d + 1}
+            row = {"part": "depth", "method": one.name, **at, "k": replay.k, "depth": d + 1}
             row |= {
                 "acceptance": float(accepted.sum() / max(reached.sum(), 1e-300)),
                 "low": None,
@@ -70,7 +69,7 @@ def tree_rows(
     for way in trees:
         one, k = named[way.method], way.longest
         chain = replays[one.chain.label]
-        row = {"part": "tree", **one.about, "drafting": way.drafting, **at, "k": k, "nodes": way.nodes}
+        row = {"part": "tree", "method": one.name, "drafting": way.drafting, **at, "k": k, "nodes": way.nodes}
         row |= _paired(replays[way.label], None, chain, k)
         rows.append(row | {"chain_tau": chain.efficiency(k).tau})
     return rows
@@ -85,7 +84,7 @@ def window_row(
         way: of the windowed head. replays: by label. times: by label of the case, plain decoding's included.
     """
     narrow, full = replays[way.label], replays[one.chain.label]
-    row = {"part": "window", **one.about, "drafting": way.drafting, **at, "k": k}
+    row = {"part": "window", "method": one.name, "drafting": way.drafting, **at, "k": k}
     row |= _paired(narrow, k, full, k) | {"full_tau": full.efficiency(k).tau}
     for name, which in (("", way), ("full_", one.chain)):
         row[f"{name}draft_ms"] = drafting_ms(times[TimedWay(which).label], times[PLAIN])
@@ -113,16 +112,15 @@ def speed_rows(
 
     ``close``: whether the interval of the ratio to the fastest case contains 1.
     """
-    about = {one.name: one.about for one in field}
     context, plain = at["context"], next(m for m in measured if m.method == PLAIN)
     best = max(measured, key=lambda m: speed(m, context, taus))
     rows = []
     for case, m in sorted(zip(cases, measured), key=lambda pair: -speed(pair[1], context, taus)):
         if case.way is None:
-            row: Row = {"part": "speed", "method": PLAIN, "parameters": 0, "tokens_trained": None}
+            row: Row = {"part": "speed", "method": PLAIN}
             row |= {"drafting": PLAIN, "verifier": None}
         else:
-            row = {"part": "speed", **about[case.way.method]}
+            row = {"part": "speed", "method": case.way.method}
             row |= {"drafting": case.way.drafting, "verifier": case.verifier}
         row |= at | {"batch": batch, "k": m.k, "nodes": case.nodes}
         low, high = ends(taus.drawn(m.method, context, m.k))
@@ -158,7 +156,7 @@ def equal_rows(
             k = max((n for n in range(1, one.longest + 1) if times[one.name, n] <= most), default=0)
             row = {
                 "part": "equal_ms",
-                **one.about,
+                "method": one.name,
                 "drafting": "chain",
                 **at,
                 "over": reference,

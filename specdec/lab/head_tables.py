@@ -48,6 +48,7 @@ def documented(rows: Sequence[Row], report: str) -> str:
             made.append((title, table(rows, report, keys, columns, where)))
 
     method = {"draft": "method"}
+    add("drafts", method, [Column("parameters", ("parameters",), digits=0)], part="draft")
     temperatures, contexts, domains = (
         _values(rows, name, "tau") for name in ("temperature", "context", "domain")
     )
@@ -66,11 +67,10 @@ def documented(rows: Sequence[Row], report: str) -> str:
                 k=FOUR,
             )
         by_context = [Column(f"{context} tokens", INTERVAL, {"context": context}) for context in contexts]
-        sizes = [Column("parameters", ("parameters",), {"context": contexts[0]}, 0)] if contexts else []
         add(
             f"τ by context at k = 4, temperature {t:g}",
             method,
-            sizes + by_context,
+            by_context,
             part="tau",
             temperature=t,
             k=FOUR,
