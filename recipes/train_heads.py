@@ -30,7 +30,7 @@ from specdec.lab.states import First, stream_states
 from specdec.lab.streams import Streams
 from specdec.lab.variants import started, variants
 from specdec.training.forward import Blocks, Parallel
-from specdec.training.losses import MixedLoss
+from specdec.training.losses import ByDepth, CATLoss, HardLoss, MixedLoss
 from specdec.training.muon import arithmetic
 from specdec.training.parallel_blocks import ParallelBlocks, with_mask_token
 from specdec.training.train import Trained, train
@@ -69,8 +69,8 @@ MORE = {
 """Heads that the package does not contain."""
 OTHERS = {"pocket-spire-equal": "spire", "pocket-vanilla-equal": "distilled_vanilla"}
 ADAPTED = {
-    "pocket-pard": ParallelBlocks(8, 160),
-    "pocket-pard2": Blocks(8, 160),
+    "pocket-pard": ParallelBlocks(6, 256),
+    "pocket-pard2": Blocks(6, 256),
     "pocket-vanilla-adapted": Parallel(),
 }
 """Drafts that begin with the weights of pocket-vanilla, two for parallel drafting and their control, by the forward that trains them."""
@@ -97,7 +97,10 @@ def chosen(s: Settings, name: str, target: Any) -> tuple[Any, Any, Any]:
         variant = variants()[OTHERS[name]]
         return started(variant, target, s.seed), variant.forward, variant.loss
     if name in ADAPTED:
-        draft, loss = zoo.load("pocket-vanilla")[0], KINDS["pard2"].own if s.loss == "own" else MixedLoss(0.5)
+        draft = zoo.load("pocket-vanilla")[0]
+        mixed: Any = MixedLoss(0.5) if name == "pocket-vanilla-adapted" else ByDepth(MixedLoss(0.5), 0.8)
+        own = CATLoss() if name == "pocket-pard2" else HardLoss()
+        loss = own if s.loss == "own" else mixed
         if name == "pocket-pard":
             with_mask_token(draft)
         elif name == "pocket-pard2":
