@@ -92,7 +92,7 @@ class Settings(OnOwnText):
     vocabulary: int = option(
         0, "the head proposes the most frequent tokens of the text, so many (default: all)"
     )
-    k: int = option(0, "tokens of a block (default: 5; 7 for dflash and the heads built on it)")
+    k: int = option(0, "tokens of a block (default: 5; 7 for dflash and the heads built on it, 8 for pard2)")
     blocks: int = option(0, "transformer or residual blocks of the head (default: by the kind)")
     anchors: int = option(0, "blocks of a sequence in a step (default: 256, or fewer for a large vocabulary)")
     loss: Literal["mixed", "own"] = option("mixed", "mixed: MixedLoss(0.5); own: that of the head's authors")

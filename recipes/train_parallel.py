@@ -3,9 +3,9 @@
     python recipes/train_parallel.py --target FOLDER_OR_HUB_ID --start SMALL_MODEL --dataset TEXT --output my-draft
 
 The small model has the target's tokenizer; it is copied. Its mask token is --mask-token, or the one that its config names (pard_token), or the tokenizer's mask
-token, or an id that no text has; if there is none, its vocabulary grows by one. The text is a file (.txt, .jsonl, .json, .csv, .parquet), a folder or a data set of the hub, as for train_head.py. The
+token, or an id that it does not use or reserves, or its unknown or padding token; if there is none, its vocabulary grows. The text is a file (.txt, .jsonl, .json, .csv, .parquet), a folder or a data set of the hub, as for train_head.py. The
 target runs in every step. Tau on held-out sequences is printed as it trains. The same command continues an interrupted run, from OUTPUT.pt. OUTPUT gets the model in bf16, the
-tokenizer and a model card; .draft("OUTPUT") drafts with it in parallel. For a draft that also reads the target's activations (PARD-2): train_head.py --head pard2.
+tokenizer and a model card; .draft("OUTPUT", length=8) drafts with it in parallel (length: at most --k). For a draft that also reads the target's activations (PARD-2): train_head.py --head pard2.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Settings(OnOwnText):
     output: str = option("", "folder of the trained draft")
     muon_lr: float = option(0.01, "peak learning rate of the matrices")
     adam_lr: float = option(0.003, "peak learning rate of other weights")
-    mask_token: int = option(-1, "id of the mask token (default: see above)")
+    mask_token: str = option("", "id or token of the mask token (default: see above)")
     k: int = option(8, "tokens of a block")
     anchors: int = option(0, "blocks of a sequence in a step (default: 256, or fewer for a large vocabulary)")
     loss: str = option(
@@ -85,8 +85,16 @@ def made(s: Settings) -> tuple[Any, Any, Any]:
         raise SystemExit(
             f"--start {s.start}: it has another tokenizer than the target: give a model with the target's"
         )
-    if s.mask_token >= 0 or parallel_token(draft.config) is None:
-        with_mask_token(draft, s.mask_token if s.mask_token >= 0 else mask_token_of(tokenizer, draft))
+    token: int | None = None
+    if s.mask_token:
+        token = int(s.mask_token) if s.mask_token.isdecimal() else tokenizer.get_vocab().get(s.mask_token)
+        if token is None:
+            raise SystemExit(
+                f"--mask-token {s.mask_token}: the tokenizer has no such token: give one that it has, or an id"
+            )
+    elif parallel_token(draft.config) is None:
+        token = mask_token_of(tokenizer, draft)
+    with_mask_token(draft, token)
     sd.decoder((target, tokenizer)).draft(
         (draft, tokenizer), length=s.k
     ).build()  # whether it can draft shows before it is trained

@@ -377,7 +377,7 @@ def _fits(target: LanguageModel, draft: LanguageModel) -> None:
     elif target.vocab_size != draft.vocab_size:
         raise ValueError(
             f"the target's vocabulary has {target.vocab_size} entries and the draft's {draft.vocab_size}, and without both "
-            "tokenizers nothing shows that they pad the same vocabulary: pass HFModel(model, tokenizer) for both"
+            "tokenizers nothing shows that they pad the same vocabulary: pass HFModel(model, tokenizer) for both (a folder needs its tokenizer's files)"
         )
     if str(other.device) == "meta" != str(one.device):
         raise ValueError(

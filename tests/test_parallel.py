@@ -257,7 +257,7 @@ def test_training_computes_what_decoding_does(family, k):
     model = small(family)
     tokens = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(0))
     made = ParallelBlocks(k)(model, Batch(tokens, {}, torch.zeros(2, 23, 8)))
-    assert made.logits.shape == (2, len(made.at[0]), k, 98)
+    assert made.logits.shape == (2, len(made.at[0]), k, 128)
     for b, block in ((0, 0), (1, 2)):
         anchor = int(made.at[b, block, 0])
         said = torch.cat([tokens[b, : anchor + 1], torch.full((k - 1,), MASK)])
@@ -324,12 +324,16 @@ def test_what_it_costs_does_not_depend_on_its_tokens(target):
 def test_mask_tokens_are_named_in_the_config():
     model = tiny("llama", seed=2)
     assert with_mask_token(model, 90) is model
+    assert with_mask_token(sd.HFModel(model)).config.pard_token == 90  # it keeps the one that it has
     assert model.config.pard_token == 90
     assert len(model.get_input_embeddings().weight) == 97
     with pytest.raises(ValueError, match="mask_token is 97: the draft has ids from 0 to 96"):
         with_mask_token(model, 97)
     with pytest.raises(ValueError, match="mask_token is -1"):
         with_mask_token(model, -1)
+    model.config.pard_token = 120
+    with pytest.raises(ValueError, match="the config's pard_token is 120: the model has ids"):
+        Parallel(sd.HFModel(model))
     model.config.pard_token = -1  # as AMD's trainer writes where there is none
     assert (
         type(sd.decoder(target_of(sd.HFModel(tiny("llama")))).draft((model, byte_tokenizer())).build().draft)

@@ -31,8 +31,7 @@ from specdec.types import Context, Proposal
 
 @runtime_checkable
 class OfMarginals(Protocol):
-    """A tree of marginal distributions: ``heads.DDTree``, ``heads.StaticTree``, or an object with the same members, which are those of ``heads.draft.Grower``
-    and ``of``."""
+    """A tree of marginal distributions: ``heads.DDTree``, ``heads.StaticTree``, or an object with these members."""
 
     @property
     def trees(self) -> bool: ...
@@ -60,7 +59,7 @@ class Parallel(OneModel):
         mask_token: the id of the mask token; ``None``: that of the model's config (``pard_token``). It may lie beyond the target's vocabulary.
         tree: a tree in place of the chain: ``heads.DDTree(nodes)``, the most probable one, or a ``heads.StaticTree``.
     Raises:
-        TypeError: ``mask_token`` is no whole number, the model is ``Translated``, or ``tree`` is none. ValueError: the mask token is no id of the model, or none
+        TypeError: ``mask_token`` is no whole number, the model is ``Translated``, or ``tree`` is no tree of marginal distributions. ValueError: the mask token is no id of the model, or none
             is given and the config has none; rules beside a tree.
     """
 
@@ -82,11 +81,12 @@ class Parallel(OneModel):
         if mask is None:
             raise ValueError(
                 "mask_token is not given, and the model's config has no pard_token: give the id that the model was trained with for parallel drafting, or, for "
-                "a model that was not, drafts.Model"
+                "a model that was not, drafts.Model (recipes/train_parallel.py trains one)"
             )
-        whole("mask_token", mask)
+        called = "mask_token" if self.mask_token is not None else "the config's pard_token"
+        whole(called, mask)
         if not 0 <= mask < self.model.vocab_size:
-            raise ValueError(f"mask_token is {mask}: the model has ids from 0 to {self.model.vocab_size - 1}")
+            raise ValueError(f"{called} is {mask}: the model has ids from 0 to {self.model.vocab_size - 1}")
         object.__setattr__(self, "mask_token", int(mask))
         if self.tree is not None and (isinstance(self.tree, type) or not isinstance(self.tree, OfMarginals)):
             raise TypeError(f"tree is {self.tree!r}: give heads.DDTree(nodes) or a heads.StaticTree")

@@ -166,8 +166,8 @@ class CombinedLoss:
 
 @dataclass(frozen=True)
 class CATLoss:
-    """``hard * CE(text) + soft * KL(p, q)``, in nats, where a position of a block counts as much as the target finds the text's tokens before it in the block
-    probable together: PARD-2's confidence-adaptive tokens (arXiv 2605.08632).
+    """``hard * CE(text) + soft * KL(p, q)``, in nats. Each position is weighted by the product of the target's probabilities of the text's tokens before it in the
+    block: PARD-2's confidence-adaptive tokens (CAT, arXiv 2605.08632).
 
     Raises:
         ValueError: a negative weight, or both zero.

@@ -1,7 +1,7 @@
-"""The training forward of parallel drafting: blocks of mask tokens after many anchors of a text at once (PARD, arXiv 2504.18583, section 3.2).
+"""The training forward of parallel drafting: blocks of mask tokens after many positions of a text at once (PARD, arXiv 2504.18583, section 3.2).
 
-The paper's training drops mask tokens at random, more of them at greater depths. Here whole blocks begin at random anchors, as DFlash's do, so
-that each depth is trained equally often.
+A position after which a block begins is its anchor. The paper's training drops mask tokens at random, more of them at greater depths. Here whole blocks begin at random
+anchors, as DFlash's do, so that each depth is trained equally often.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from transformers import AttentionInterface
 from specdec.arguments import whole
 from specdec.configs import parallel_token
 from specdec.masks import Causal
+from specdec.models.fingerprint import unwrapped
 from specdec.training.forward import Blocks, Drafted, band_attention
 from specdec.training.states import Batch
+
+MULTIPLE = 64  # of the ids of a vocabulary that grows
 
 
 @dataclass(frozen=True)
@@ -151,20 +154,24 @@ AttentionInterface.register("specdec_blocks", block_attention)
 
 @torch.no_grad()
 def with_mask_token(draft: Any, mask_token: int | None = None) -> Any:
-    """Name the mask token of ``drafts.Parallel`` in the config of ``draft``, in place, and return ``draft``.
+    """Write ``pard_token``, the mask token for ``drafts.Parallel``, into the config of ``draft``, and return ``draft``, which is changed. One that has a mask token
+    keeps it, unless another is given.
 
     Args:
-        mask_token: an id that no text has, such as one between the tokenizer's last id and the end of a padded vocabulary; ``None``: the vocabulary grows by
-            one, whose embedding starts as the mean of all.
+        draft: a transformers causal LM, or an ``HFModel`` of it.
+        mask_token: an id that no text has, such as one between the tokenizer's last id and the end of a padded vocabulary; ``None``: the first id of those by
+            which the vocabulary then grows, to a multiple of 64 (kernels need multiples). New embeddings are the mean of all.
     Raises:
         TypeError: it is no whole number. ValueError: no id of the draft.
     """
+    draft = unwrapped(draft)
+    if mask_token is None and parallel_token(draft.config) is not None:
+        return draft
     if mask_token is None:
-        size = len(draft.get_input_embeddings().weight)
-        mean = draft.get_input_embeddings().weight.mean(0)
-        draft.resize_token_embeddings(size + 1, mean_resizing=False)
-        draft.get_input_embeddings().weight[size] = mean
-        mask_token = size
+        table = draft.get_input_embeddings().weight
+        mask_token, mean = len(table), table.mean(0)
+        draft.resize_token_embeddings(mask_token + 1, pad_to_multiple_of=MULTIPLE, mean_resizing=False)
+        draft.get_input_embeddings().weight[mask_token:] = mean
     check_id(mask_token, len(draft.get_input_embeddings().weight))
     draft.config.pard_token = int(mask_token)
     return draft

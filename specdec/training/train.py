@@ -36,6 +36,8 @@ from specdec.training.states import States
 from specdec.training.validation import Judge
 from specdec.training.weights import Weights, lowered
 
+ONE_PASS = 16  # the longest block by default of heads that draft it in one pass
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -136,7 +138,7 @@ def train(
         loss: called with the draft's and the target's logits ``[B, A, k, V]`` and the tokens ``[B, A, k]`` of blocks (``k`` is 1 where the
             forward has none); with ``Masked`` data also with ``kept [B, A, k]``, the tokens that count. By default ``MixedLoss()``, for heads weighted by ``ByDepth`` with a factor of 0.8, and DSpark's own for a
             head with a confidence.
-        forward: ``(draft, batch) -> logits`` with ``layers(draft)``; by default ``Blocks()`` for a head, as long as it can be up to 5,
+        forward: ``(draft, batch) -> logits`` with ``layers(draft)``; by default ``Blocks()`` for a head, of 5 tokens, or of up to 16 for one that drafts in one pass, as far as it can,
             ``KPass()`` for a ``SpireModel``, ``ParallelBlocks()`` for a model whose config names a mask token, and ``Parallel()`` otherwise.
         validation: as ``data``. checkpoint: a file to continue from and to write.
         on_validation: called with each row of the curve. on_step: called after each step with its step, tokens, loss and rate.
@@ -182,8 +184,8 @@ def train(
         ends = Ends(target.get_input_embeddings(), None, target.get_output_embeddings(), 1.0, None, 0)
     vocab_size = len(target.get_input_embeddings().weight)
     if not (own_forward or head or spire):
-        theirs = len(draft.get_input_embeddings().weight) - (parallel_token(draft.config) == vocab_size)
-        if theirs != vocab_size:
+        theirs = len(draft.get_input_embeddings().weight)
+        if theirs != vocab_size and parallel_token(draft.config) != vocab_size:
             raise ValueError(
                 f"draft has a vocabulary of {theirs} and the target one of {vocab_size}: train a draft with the target's vocabulary"
             )
@@ -300,7 +302,7 @@ def train(
 
 def _forward(draft: Any) -> Any:
     if isinstance(draft, HeadModel):
-        return Blocks(min(5, draft.longest or 5))
+        return Blocks(min(ONE_PASS if draft.block_slots else 5, draft.longest or 5))
     if isinstance(draft, SpireModel):
         return KPass()
     return Parallel() if parallel_token(draft.config) is None else ParallelBlocks()

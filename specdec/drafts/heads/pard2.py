@@ -1,8 +1,8 @@
 """PARD-2 (An et al., arXiv 2605.08632): a small language model over mask tokens, whose inputs also have the target's activations.
 
-Token x_t enters with the activations that the target had where it predicted x_t: ``embed(x_t) + scale * fc(g_{t-1})``. The first token has none, and is read, too.
-Mask tokens follow, with the activations of the last token, so all drafted tokens come from one causal pass and have marginal laws. Without
-activations the same weights are a draft for ``drafts.Parallel``. Tensors have transformers' names.
+Token x_t enters with the activations that the target had where it predicted x_t: ``embed(x_t) + scale * fc(g_{t-1})``. The first token is read without activations.
+Mask tokens follow, with the activations of the last token. So all drafted tokens come from one causal pass, and each is drawn without seeing the others. Tensors have
+transformers' names.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Pard2(HeadModel):
 
     Args:
         config, taps, shared: as for ``HeadModel``; the width is the language model's. blocks: of the language model. depth: how many tokens the head proposes at
-            most. target_width: of the target's activations; ``None``: the head's own. scale: of what the activations add. feature_bias: whether ``fc`` has a
+            most (16 is the authors'). target_width: of the target's activations; ``None``: the head's own. scale: of what the activations add. feature_bias: whether ``fc`` has a
             bias. head_norms: queries and keys are normed (as in qwen3). mask_token: as for ``PEagle``.
     Raises:
         ValueError: a depth or number of blocks below 1, an id that does not exist, or as ``HeadModel``.

@@ -66,6 +66,10 @@ def read(
     """
     config = config_of(folder)
     found = layout_of(config)
+    if found is None and (config.get("pard_token") or -1) >= 0:
+        raise ValueError(
+            f"{folder}: it is a language model that drafts in parallel (PARD), and no head: give it to .draft(...), or drafts.Parallel of it"
+        )
     if found is None:
         raise ValueError(
             f"{folder}: no known layout of draft heads has architectures {config.get('architectures')} and model_type "
