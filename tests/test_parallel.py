@@ -14,6 +14,7 @@ from specdec import drafts, lab
 from specdec.cost.arms import ArmCosts
 from specdec.drafts import Model, Parallel
 from specdec.drafts.heads import DDTree, StaticTree
+from specdec.drafts.stops import Rule
 from specdec.executors import Optimistic, Pipelined
 from specdec.models import Windowed
 from specdec.training.forward import Parallel as Ordinary
@@ -116,6 +117,23 @@ def test_streams_and_chains_that_end_early(target):
     sizes = []
     decoder.generate(PROMPTS, 20, seed=0, on_round=lambda r: sizes.extend(r.proposal.size.tolist()))
     assert {1, 4} <= set(sizes)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, [0.0, 1.0, 0.7]])
+def test_tokens_that_are_drawn_together_are_those_drawn_one_after_another(target, temperature):
+    """A rule that ends no chain makes the draft draw token by token."""
+    drafted = []
+    for stop in ((), Rule("after", lambda seen: torch.zeros(len(seen.own), dtype=torch.bool))):
+        rounds = []
+        base = sd.decoder(target_of(target)).sampling(temperature=temperature)
+        decoder = base.draft(replace(draft_of(small()), stop=stop), length=5).build()
+        decoder.generate(PROMPTS, [20, 14, 17], seed=3, on_round=rounds.append)
+        drafted.append([(r.proposal.tokens.tolist(), r.proposal.probs) for r in rounds])
+    for (tokens, q), (others, other_q) in zip(*drafted, strict=True):
+        assert tokens == others
+        assert (q is None) == (other_q is None)
+        if q is not None:
+            torch.testing.assert_close(q, other_q, rtol=0, atol=0)
 
 
 def test_a_replay_knows_its_chances(target, tmp_path):

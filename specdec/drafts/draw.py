@@ -114,6 +114,23 @@ class ChainDraw:
             self._ask("after")
         return token
 
+    def draw_all(self, logits: Tensor, rng: Rng) -> None:
+        """All tokens, from ``logits [B, length, V]`` that no drawn token changes: those that ``draw`` would draw one after another."""
+        if self.stops or self.sampling.reads_text:
+            while not self.done:
+                self.draw(logits[:, self.count], rng)
+            return
+        logits = fitted(logits, self.vocab_size, self.sampling)
+        with logits_of("a draft's "):
+            if self.sampling.greedy:
+                self.tokens = self.sampling.argmax(logits, self.context)
+            else:
+                q = self.sampling(logits, self.context)
+                depth = torch.arange(self.length).expand(len(q), -1)
+                self.tokens = rng.categorical(q, Key(self.context.length[:, None].expand_as(depth), depth))
+                self.distributions.append(q)
+        self.count = self.length
+
     def _ask(self, when: When) -> None:
         """End the chains that rules end now."""
         if any(stop.when == when for stop in self.stops):

@@ -130,8 +130,7 @@ class Parallel(OneModel):
         logits = self.model.score(state.cache, text, nodes, rows=draw.rows).logits
         if self.tree is not None:
             return self._grown(logits, context, budget, sampling), ModelState(state.cache, None)
-        while not draw.done:
-            draw.draw(logits[:, draw.count], rng)
+        draw.draw_all(logits, rng)
         return draw.proposal(), ModelState(state.cache, None)
 
     def _grown(self, logits: Tensor, context: Context, budget: Tensor, sampling: Sampling) -> Proposal:
