@@ -43,6 +43,7 @@ def a_draft(pick: random.Random, target: sd.HFModel, small: sd.HFModel, revocabl
     models = [small, target, sd.models.Windowed(small, pick.choice([3, 6]), 1)]
     chains = [
         *(sd.drafts.Model(model) for model in models),
+        *(sd.drafts.Parallel(model, 96) for model in models[1:]),
         sd.drafts.NGram(),
         sd.drafts.Suffix(),
         sd.drafts.NoDraft(),
@@ -52,7 +53,8 @@ def a_draft(pick: random.Random, target: sd.HFModel, small: sd.HFModel, revocabl
         return pick.choice(chains)
     widths = tuple(pick.choice([1, 2, 3]) for _ in range(pick.choice([1, 2, 3])))
     magic = sd.drafts.MagicDec(window=pick.choice([2, 5]), sinks=1)
-    return pick.choice([*chains, magic, *3 * [sd.drafts.Tree(small, widths)]])
+    best = sd.drafts.Parallel(small, 96, tree=sd.drafts.heads.DDTree(pick.choice([3, 7])))
+    return pick.choice([*chains, magic, best, *3 * [sd.drafts.Tree(small, widths)]])
 
 
 @pytest.mark.parametrize(
@@ -104,6 +106,7 @@ def transitions(verifier, seed: int) -> float:
     )
     widths = tuple(min(vocabulary, pick.choice([1, 2, 3])) for _ in range(pick.choice([1, 2, 3])))
     drafts = [small, sd.drafts.Model(small, sd.Sampling(0.5)), sd.drafts.NGram(), sd.drafts.Suffix()]
+    drafts.append(sd.drafts.Parallel(small, vocabulary - 1))
     draft = pick.choice([*drafts, sd.drafts.Tree(small, widths)])
     executor = pick.choice([Serial(), Pipelined(2)])
     base = sd.decoder(target).sampling(sampling).verifier(verifier).executor(executor)
@@ -142,4 +145,4 @@ def test_a_random_composition_has_the_targets_distribution(seed):
 
 @pytest.mark.slow
 def test_the_comparison_sees_a_wrong_bonus_token():
-    assert min(transitions(BonusFromTarget(), seed) for seed in range(12)) < 1e-12
+    assert min(transitions(BonusFromTarget(), seed) for seed in range(3, 8)) < 1e-12  # chains
