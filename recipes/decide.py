@@ -3,7 +3,7 @@
     python recipes/decide.py --target FOLDER_OR_HUB_ID --drafts small=FOLDER_OR_HUB_ID ngram --prompts prompts.jsonl
     python recipes/decide.py --temperature 0 --plots plots
 
-Every draft is tried with every length of --k, and heads that draft trees with trees of --trees nodes, beside plain decoding: all in turn on one half of the
+Every draft is tried with every length of --k, and heads and parallel drafts that draft trees with trees of --trees nodes, beside plain decoding: all in turn on one half of the
 prompts (sd.compare). The fastest at each batch is then decoded beside plain decoding again, on the other half, since the fastest of many owes a part
 of its lead to luck. A draft is a pocket model, a folder or a hub id, of a causal LM, a SPIRe draft or a head, or one of ngram, suffix, magicdec and mtp, the
 MTP layer of the target's own checkpoint; windowed:DRAFT and fp8:DRAFT (keys and values of eight bits) as well. One with another tokenizer is translated;
@@ -48,7 +48,7 @@ class Settings(Plotted, Placed):
         metavar="DRAFT",
     )
     k: tuple[int, ...] = option((2, 4, 8), "block lengths", metavar="N")
-    trees: tuple[int, ...] = option((16,), "nodes of the trees of heads (0: chains only)", metavar="N")
+    trees: tuple[int, ...] = option((16,), "nodes of the trees of heads and parallel drafts (0: chains only)", metavar="N")
     prompts: str | None = option(
         None, "JSON-lines file of prompts (default: the shipped development prompts)", metavar="FILE"
     )
