@@ -48,7 +48,9 @@ class Settings(Plotted, Placed):
         metavar="DRAFT",
     )
     k: tuple[int, ...] = option((2, 4, 8), "block lengths", metavar="N")
-    trees: tuple[int, ...] = option((16,), "nodes of the trees of heads and parallel drafts (0: chains only)", metavar="N")
+    trees: tuple[int, ...] = option(
+        (16,), "nodes of the trees of heads and parallel drafts (0: chains only)", metavar="N"
+    )
     prompts: str | None = option(
         None, "JSON-lines file of prompts (default: the shipped development prompts)", metavar="FILE"
     )

@@ -119,6 +119,22 @@ def test_streams_and_chains_that_end_early(target):
     assert {1, 4} <= set(sizes)
 
 
+def test_answers_are_kept_without_mask_tokens(target):
+    """The next turn of a conversation drafts as without a prefix cache."""
+    drafted, found = [], []
+    for memory in (None, 2**24):
+        rounds, small_model = [], sd.HFModel(small(), byte_tokenizer(), prefix_cache=memory)
+        decoder = sd.decoder(target_of(target)).draft(Parallel(small_model), length=4).build()
+        prompts = [[7, 9, 61, 3] * 5, [5] * 33]
+        out = decoder.generate(prompts, [90, 80], seed=1)
+        turns = [prompt + ids + [1, 2, 3] for prompt, ids in zip(prompts, out.ids)]
+        decoder.generate(turns, 12, seed=2, on_round=rounds.append)
+        drafted.append([r.proposal.tokens.tolist() for r in rounds])
+        found.append(0 if small_model.prefixes is None else small_model.prefixes.found)
+    assert drafted[0] == drafted[1]
+    assert found[1] >= 128  # of 53 tokens of prompts, and 170 of answers
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0, [0.0, 1.0, 0.7]])
 def test_tokens_that_are_drawn_together_are_those_drawn_one_after_another(target, temperature):
     """A rule that ends no chain makes the draft draw token by token."""

@@ -27,6 +27,7 @@ from specdec.verifiers import BlockVerification, Rejection
 
 PLAIN = "plain"
 LEAST_ROWS = 4  # smaller batches decode several groups of prompts
+OF_MODEL = (drafts.Model, drafts.Parallel)  # what reads prompts by itself
 
 
 class TimedWay(NamedTuple):
@@ -68,8 +69,10 @@ class Turns:
     def _fed(self) -> tuple[Any, dict[int, Any]]:
         """The target whose prompts are fed, and the drafts' models, by the identity of the model."""
         taps = {tap for way in self.ways for tap in DraftInfo.of(way.draft).taps}
-        models = [way.draft.model for way in self.ways if isinstance(way.draft, drafts.Model)]
-        return prefilled(self.target, sorted(taps)), {id(model): prefilled(model) for model in models}
+        models = {
+            id(way.draft.model): way.draft.model for way in self.ways if isinstance(way.draft, OF_MODEL)
+        }
+        return prefilled(self.target, sorted(taps)), {one: prefilled(model) for one, model in models.items()}
 
     @cached_property
     def _decoders(self) -> dict[tuple[str, int], Decoder]:
@@ -83,7 +86,7 @@ class Turns:
             base = decoder(target).sampling(self.sampling)
             if case.way is not None:
                 draft = case.way.draft
-                if isinstance(draft, drafts.Model):
+                if isinstance(draft, OF_MODEL):
                     draft = replace(draft, model=models[id(draft.model)])
                 verifier = BlockVerification() if case.verifier == "block" else Rejection()
                 base = base.draft(draft, case.k).verifier(verifier)
