@@ -84,8 +84,7 @@ class Pard2(HeadModel):
     def from_model(
         cls, model: Any, target: Any, taps: Sequence[Tap] | None = None, *, depth: int = 8, **settings: Any
     ) -> Self:
-        """A new head with the weights of a language model, which is copied. ``fc`` begins at zero: the head first drafts as the model does. So ``scale`` is 1
-        by default.
+        """A new head with the weights of a language model, which is copied. ``fc`` begins at zero: the head first drafts as the model does.
 
         Args:
             model: a transformers model of the families llama and qwen3, with the target's vocabulary, or with a mask token after it
@@ -126,7 +125,6 @@ class Pard2(HeadModel):
             Fields("model", own.to_dict()), size, theirs.config.get_text_config().num_hidden_layers
         )
         config.vocab_size = size
-        settings.setdefault("scale", 1.0)
         made = cls(
             config,
             cls.default_taps(config.num_target_layers) if taps is None else taps,
