@@ -76,8 +76,8 @@ class DraftInfo(_Info):
             that depth is drawn. ``"distinct"``: likewise settled, each from that distribution without its elder siblings' tokens.
         sampling: how it draws tokens; ``None``: as the decoder does, or it draws none. reads_logits: it reads every round's ``scores.logits``.
         shortest: the fewest tokens of a prompt (the sinks of a constant-size view, for example).
-        once: a round takes one forward of its model, over a chain, whatever it proposes.
-        rereads: the tokens of its proposals are in no cache of its own, so it reads those that were accepted in the next round.
+        once: in a round it calls its model once, for a chain of slots, whatever it proposes.
+        rereads: its cache never holds the tokens that it proposes, so it reads the accepted ones in the next round.
     """
 
     name: str

@@ -47,27 +47,29 @@ def target_of(model):
     return sd.HFModel(model.model, byte_tokenizer())
 
 
+def chains_of(rounds, out):
+    """Every chain that was drafted for ``PROMPTS``: the text before it, and the laws of its tokens ``[size, V]``."""
+    for request, prompt in enumerate(PROMPTS):
+        text = prompt + out.ids[request]
+        for r in rounds[1:]:
+            row = r.context.request.tolist().index(request) if request in r.context.request else -1
+            if row >= 0 and (size := int(r.proposal.size[row])):
+                laws = torch.stack([r.proposal.q(n)[row] for n in range(size)])
+                yield text[: int(r.context.length[row])], laws
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
 def test_the_laws_are_those_of_transformers_forward_with_mask_tokens(target, family):
     model, rounds = small(family), []
     decoder = sd.decoder(target_of(target)).draft(draft_of(model), length=4).build()
     out = decoder.generate(PROMPTS, [20, 14, 17], seed=0, on_round=rounds.append)
-    seen = 0
-    for request, prompt in enumerate(PROMPTS):
-        text = prompt + out.ids[request]
-        for r in rounds[1:]:
-            rows = r.context.request.tolist()
-            if request not in rows or not int(r.proposal.size[rows.index(request)]):
-                continue
-            row = rows.index(request)
-            size = int(r.proposal.size[row])
-            said = text[: int(r.context.length[row])] + [MASK] * (size - 1)
-            with torch.no_grad():
-                logits = model(torch.tensor([said])).logits[0, -size:, :MASK]
-            laws = torch.stack([r.proposal.q(n)[row] for n in range(size)])
-            torch.testing.assert_close(laws.double(), logits.softmax(-1), rtol=0, atol=1e-6)
-            seen += 1
-    assert seen > 15
+    found = list(chains_of(rounds, out))
+    assert len(found) > 15
+    for text, laws in found:
+        said = text + [MASK] * (len(laws) - 1)
+        with torch.no_grad():
+            logits = model(torch.tensor([said])).logits[0, -len(laws) :, :MASK]
+        torch.testing.assert_close(laws.double(), logits.softmax(-1), rtol=0, atol=1e-6)
 
 
 def test_a_round_is_one_forward(target, monkeypatch):

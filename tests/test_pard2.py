@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_parallel import MASK, PROMPTS, small
+from test_parallel import MASK, PROMPTS, chains_of, small
 from tiny import byte_tokenizer, tiny
 
 import specdec as sd
@@ -56,20 +56,11 @@ def test_the_laws_are_the_authors(target, family, bias):
     (head, model), rounds = head_of(target, family, feature_bias=bias), []
     decoder = sd.decoder(target).draft(Head(head), length=4).build()
     out = decoder.generate(PROMPTS, [20, 14, 17], seed=0, on_round=rounds.append)
-    seen = 0
-    for request, prompt in enumerate(PROMPTS):
-        text = prompt + out.ids[request]
-        for r in rounds[1:]:
-            rows = r.context.request.tolist()
-            if request not in rows or not int(r.proposal.size[rows.index(request)]):
-                continue
-            row = rows.index(request)
-            size = int(r.proposal.size[row])
-            laws = torch.stack([r.proposal.q(n)[row] for n in range(size)])
-            wanted = theirs(target, head, model, text[: int(r.context.length[row])], size).softmax(-1)
-            torch.testing.assert_close(laws.double(), wanted, rtol=0, atol=1e-6)
-            seen += 1
-    assert seen > 12
+    found = list(chains_of(rounds, out))
+    assert len(found) > 12
+    for text, laws in found:
+        wanted = theirs(target, head, model, text, len(laws)).softmax(-1)
+        torch.testing.assert_close(laws.double(), wanted, rtol=0, atol=1e-6)
 
 
 def tokens_of(proposal):
@@ -89,21 +80,23 @@ def test_a_new_head_drafts_as_its_model_does(target):
     assert drafted[0] == drafted[1]
 
 
+WAYS = {
+    "chain": lambda head: Head(head),
+    "tree": lambda head: Head(head, DDTree(7)),
+    "captured": lambda head: Head(head, graphs="recorded"),
+    "window": lambda head: Head(head.masked(sd.masks.streaming(6, 1))),
+}
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("way", "executor"),
     [
-        lambda head: Head(head),
-        lambda head: Head(head, DDTree(7)),
-        lambda head: Head(head, graphs="recorded"),
-        lambda head: Head(head.masked(sd.masks.streaming(6, 1))),
+        *((way, sd.executors.Serial()) for way in WAYS),
+        *((way, Optimistic()) for way in WAYS if way != "tree"),  # which goes on from chains
     ],
-    ids=["chain", "tree", "captured", "window"],
 )
-@pytest.mark.parametrize("executor", [sd.executors.Serial(), Optimistic()], ids=["serial", "optimistic"])
-def test_texts_are_those_of_plain_decoding(target, change, executor):
-    draft = change(head_of(target)[0])
-    if draft.tree != Head(draft.model).tree and executor != sd.executors.Serial():
-        pytest.skip("a pipeline goes on from chains")
+def test_texts_are_those_of_plain_decoding(target, way, executor):
+    draft = WAYS[way](head_of(target)[0])
     base = sd.decoder(target).verifier(sd.Coupled())
     out = base.executor(executor).draft(draft, length=4).build().generate(PROMPTS, [20, 14, 17], seed=3)
     assert out.ids == base.build().generate(PROMPTS, [20, 14, 17], seed=3).ids
@@ -123,7 +116,7 @@ def test_captured_chains_are_the_others(target):
 def test_whole_rounds_refuse_it(target):
     model = sd.HFModel(target.model, byte_tokenizer(), graphs="eager")
     head = Head(Pard2.from_model(small(), model, depth=4), graphs="eager")
-    with pytest.raises(ValueError, match="also reads each text's first token alone"):
+    with pytest.raises(ValueError, match="also reads each text's first token, before which"):
         sd.decoder(model).draft(head, length=4).executor(Ahead()).build()
 
 

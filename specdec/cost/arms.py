@@ -1,7 +1,7 @@
 """The cost of an arm's round: modelled by the weights read, or given.
 
-For a round, a row is charged ``drafted * draft[arm] + verify``, where a tree drafts its nodes; an arm that drafts in one forward is charged ``draft[arm]`` once. Modelled costs are in units of one verification pass, and
-measured ones in seconds. Only ratios matter to a selector.
+For a round, a row is charged ``drafted * draft[arm] + verify``, where a tree drafts its nodes; an arm that drafts in one forward is charged ``draft[arm]`` once.
+Modelled costs are in units of one verification pass, and measured ones in seconds. Only ratios matter to a selector.
 """
 
 from __future__ import annotations
@@ -22,8 +22,14 @@ from specdec.cost.shapes import Shape
 
 @dataclass(frozen=True)
 class ArmCosts:
-    """``draft`` is the cost of one drafted token of one row, for each arm, or, where ``once`` is true, of all of them; ``verify`` a row's share of a verification.
-    ``once`` may be empty: no arm drafts in one forward."""
+    """The costs of one row.
+
+    Args:
+        draft: for each arm, the cost of one drafted token, or, where ``once`` is true, of all that a round drafts. verify: a row's share of a verification. once:
+            for each arm, whether it drafts in one forward; empty: none does.
+    Raises:
+        ValueError: a negative cost of drafting, none of verification, or ``once`` for another number of arms.
+    """
 
     draft: tuple[float, ...]
     verify: float = 1.0

@@ -46,8 +46,8 @@ class HeadModel(StoredHead):
     Attributes:
         kv_layers: how many layers have keys and values. longest: the longest chain that it can propose, if there is a limit. block_slots: how many
             slots its first step asks for at most; 0: each step asks for one, or for none.
-        leading: whether ``read`` gets each text's first token, too, as the ``following`` of a position before the first, without activations (zeros); the positions of all passes are
-            one higher then. marginal: whether no logits depend on tokens after the anchor. confident: whether it has the method ``confidence``.
+        leading: whether ``read`` gets each text's first token, too, as the ``following`` of a position before the first, whose activations are zeros; the positions of all passes are then
+            one higher. marginal: whether no logits depend on tokens after the anchor. confident: whether it has the method ``confidence``.
         target_width: of the target's activations, where the head has another one.
         ends: the target's embedding, final norm and output matrix; ``None`` before ``bound``. kernels: what computes some parts faster while
             it decodes; ``drafts.Head`` chooses them.

@@ -38,7 +38,7 @@ class HeadDrafting(RingDrafting):
         if type(model) not in HEADS:
             return f"runs the heads {kinds}, but the draft's head is a {type(model).__name__}"
         if model.leading:
-            return f"runs heads that read pairs of activations and tokens, but a {type(model).__name__} also reads each text's first token alone"
+            return f"runs heads that read pairs of activations and tokens, but a {type(model).__name__} also reads each text's first token, before which there are no activations"
         if draft.tree != Chain():
             return f"runs chains without a stop, DynamicTree and StaticTree, but the draft's tree is {draft.tree!r}"
         if draft.programs is None:
