@@ -34,7 +34,7 @@ from specdec.drafts.heads.load import is_checkpoint
 from specdec.lab.console import short_errors
 from specdec.lab.fitting import main_process, say, told
 from specdec.lab.head_card import curve
-from specdec.lab.head_kinds import KINDS, anchors, mask_token_of
+from specdec.lab.head_kinds import KINDS, anchors, mask_token_of, named_token
 from specdec.lab.loading import in_dtype, load, share_ids
 from specdec.lab.options import option, parse
 from specdec.lab.own_text import OnOwnText, Part, frequent, split
@@ -177,7 +177,7 @@ def mask_token(s: Settings, target: Any, tokenizer: Any) -> int | None:
         return None
     if not s.mask_token:
         return mask_token_of(tokenizer, target)
-    token = int(s.mask_token) if s.mask_token.isdecimal() else tokenizer.get_vocab().get(s.mask_token)
+    token = named_token(s.mask_token, tokenizer)
     if token is None or token >= target.config.get_text_config().vocab_size:
         raise SystemExit(
             f"--mask-token {s.mask_token}: the target has no such token: give one that it has, or its id"

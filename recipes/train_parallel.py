@@ -24,7 +24,7 @@ from specdec.configs import parallel_token
 from specdec.lab.console import short_errors
 from specdec.lab.fitting import export, main_process, say, told
 from specdec.lab.head_card import curve
-from specdec.lab.head_kinds import anchors, mask_token_of
+from specdec.lab.head_kinds import anchors, mask_token_of, named_token
 from specdec.lab.loading import load, share_ids
 from specdec.lab.options import option, parse
 from specdec.lab.own_text import OnOwnText
@@ -87,7 +87,7 @@ def made(s: Settings) -> tuple[Any, Any, Any]:
         )
     token: int | None = None
     if s.mask_token:
-        token = int(s.mask_token) if s.mask_token.isdecimal() else tokenizer.get_vocab().get(s.mask_token)
+        token = named_token(s.mask_token, tokenizer)
         if token is None:
             raise SystemExit(
                 f"--mask-token {s.mask_token}: the tokenizer has no such token: give one that it has, or an id"

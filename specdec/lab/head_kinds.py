@@ -168,6 +168,11 @@ KINDS = {
 RESERVED = re.compile(r"[<\[].*(reserved|unused)", re.IGNORECASE)
 
 
+def named_token(said: str, tokenizer: Any) -> int | None:
+    """The id that an option of a recipe names, as a number or as a token; ``None``: the tokenizer has no such token."""
+    return int(said) if said.isdecimal() else tokenizer.get_vocab().get(said)
+
+
 def mask_token_of(tokenizer: Any, target: Any) -> int | None:
     """An id for slots without a token, which no text has: the tokenizer's mask token, an id that it does not use, a token that it reserves, its unknown or
     its padding token.

@@ -138,8 +138,8 @@ def train(
         loss: called with the draft's and the target's logits ``[B, A, k, V]`` and the tokens ``[B, A, k]`` of blocks (``k`` is 1 where the
             forward has none); with ``Masked`` data also with ``kept [B, A, k]``, the tokens that count. By default ``MixedLoss()``, for heads weighted by ``ByDepth`` with a factor of 0.8, and DSpark's own for a
             head with a confidence.
-        forward: ``(draft, batch) -> logits`` with ``layers(draft)``; by default ``Blocks()`` for a head, of 5 tokens, or of up to 16 for one that drafts in one pass, as far as it can,
-            ``KPass()`` for a ``SpireModel``, ``ParallelBlocks()`` for a model whose config names a mask token, and ``Parallel()`` otherwise.
+        forward: ``(draft, batch) -> logits`` with ``layers(draft)``; by default ``Blocks()`` for a head, of at most 5
+            tokens, or of at most 16 for a head that drafts in one pass, ``KPass()`` for a ``SpireModel``, ``ParallelBlocks()`` for a model whose config names a mask token, and ``Parallel()`` otherwise.
         validation: as ``data``. checkpoint: a file to continue from and to write.
         on_validation: called with each row of the curve. on_step: called after each step with its step, tokens, loss and rate.
         accelerator: an ``accelerate.Accelerator``, such as ``Accelerator(cpu=True)``, or one with trackers (``log_with=...``): they get what

@@ -65,7 +65,7 @@ class Fresh(NamedTuple):
         return Features(of, tokens, following)
 
     def led(self) -> Fresh:
-        """These, and before each text's first position one without activations (``fed`` is -1), followed by the first token; positions are one higher."""
+        """These, one position higher, and before each text's first position another: it has no activations (``fed`` is -1), and the first token follows it."""
         first = np.flatnonzero(self.position == 0)
         made = [np.insert(x, first, x[first]) for x in self]
         at = first + np.arange(len(first))
