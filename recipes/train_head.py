@@ -251,7 +251,8 @@ def made(s: Settings) -> tuple[Any, Any, HeadModel, Blocks]:
     # Whether it can decode shows before it is trained.
     sd.decoder((target, tokenizer)).draft(sd.drafts.Head(head), k).build()
     say(exported(s, target, head))
-    return (target, tokenizer, head, Blocks(k, s.anchors or anchors(head.vocab_size, k, s.batch)))
+    forward = KINDS[s.head].forward(s.loss, k, s.anchors or anchors(head.vocab_size, k, s.batch))
+    return target, tokenizer, head, forward
 
 
 def recorded(s: Settings, target: Any, data: Part, held: Part, layers: tuple[int, ...]) -> list[Any]:

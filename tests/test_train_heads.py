@@ -212,7 +212,7 @@ def test_losses_by_hand():
         loss = CombinedLoss(*weights)
         said = float(loss(q, p, token, sure))
         assert said == pytest.approx(sum(w * part for w, part in zip(weights, parts)), abs=1e-6)
-        assert (loss.needs_target, loss.confident) == (any(weights[1:]), bool(weights[3]))
+        assert (loss.needs_target, "confidence" in loss.reads) == (any(weights[1:]), bool(weights[3]))
     both = torch.stack([q, q])
     absent = cross_entropy(both, torch.tensor([[1], [ABSENT]]))
     assert float(absent) == pytest.approx(-math.log(0.3))

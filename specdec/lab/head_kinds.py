@@ -24,7 +24,9 @@ from specdec.drafts.heads import (
 )
 from specdec.drafts.heads.features import Tap
 from specdec.models.fingerprint import unwrapped
-from specdec.training.losses import ByDepth, CATLoss, CombinedLoss, HardLoss, MixedLoss
+from specdec.training.block_losses import ChoiceLoss, WithBlock
+from specdec.training.forward import Blocks
+from specdec.training.losses import ByDepth, CATLoss, CombinedLoss, HardLoss, MixedLoss, takes_blocks
 
 LOGITS = 2**27
 """The most logits of a step that ``anchors`` allows: half a gigabyte in float32, of which a step holds several tensors."""
@@ -36,8 +38,8 @@ class Kind:
 
     Attributes:
         head: its class. k: how many tokens are drafted at once by default. length: ``(name, more)``, where ``from_target`` takes ``name=k + more``; ``None``:
-            the head drafts any number. factor: of the loss from one depth to the next. own: the loss of the head's authors, a ``ByDepth`` where they have another factor; ``None``: it cannot be computed from the logits that
-            tokens are drawn from. blocks: how many transformer layers the head has by default, at most a quarter of the target's; 0: it always has one. settings: of
+            the head drafts any number. factor: of the loss from one depth to the next. own: a head's loss as its authors train it, of one depth, or of whole blocks where the factor is not that of ``ByDepth``. rounds: of ``Blocks``, for this
+            loss. blocks: how many transformer layers the head has by default, at most a quarter of the target's; 0: it always has one. settings: of
             ``from_target``. takes: which of ``mask_token`` and ``vocabulary`` recipes give to ``new``.
     """
 
@@ -45,10 +47,11 @@ class Kind:
     k: int
     length: tuple[str, int] | None = None
     factor: float = 0.8
-    own: Any = CombinedLoss(soft=1.0)
+    own: Callable[[Any], Any] = lambda head: CombinedLoss(soft=1.0)
     blocks: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     takes: tuple[str, ...] = ()
+    rounds: int = 0
 
     def new(
         self,
@@ -89,7 +92,7 @@ class Kind:
             settings["heads"] = math.gcd(8, config.hidden_size)
         return self.head.from_target(target, taps, seed=seed, **settings)
 
-    def loss(self, name: str, head: HeadModel) -> ByDepth | CATLoss:
+    def loss(self, name: str, head: HeadModel) -> Any:
         """The loss of a head's blocks.
 
         Args:
@@ -97,20 +100,28 @@ class Kind:
         Raises:
             ValueError: no such loss.
         """
-        each: Callable[..., Any] = self.own
-        if name == "mixed":
-            confident = CombinedLoss(soft=0.5, variation=0.5, confidence=1.0)
-            each = confident if head.confident else MixedLoss(0.5)
-        elif name != "own":
+        if name not in ("mixed", "own"):
             raise ValueError(f"loss is {name!r}: there are mixed and own")
-        elif each is None:
-            raise ValueError(
-                f"loss is 'own', and that of the authors of {self.head.__name__} reads logits beside those that tokens are drawn from: give 'mixed'"
-            )
-        return each if isinstance(each, ByDepth | CATLoss) else ByDepth(each, self.factor)
+        confident = CombinedLoss(soft=0.5, variation=0.5, confidence=1.0)
+        mixed = confident if head.confident else MixedLoss(0.5)
+        each = self.own(head) if name == "own" else mixed
+        return each if isinstance(each, ByDepth) or takes_blocks(each) else ByDepth(each, self.factor)
+
+    def forward(self, name: str, k: int, anchors: int) -> Blocks:
+        """The forward for a loss of ``loss(name, ...)``, of ``anchors`` blocks of ``k`` tokens."""
+        return Blocks(k, anchors, self.rounds if name == "own" else 0)
 
 
 FLASH = math.exp(-1 / 4)
+TEXT = ByDepth(HardLoss(), FLASH)
+XPRESS = ByDepth(CombinedLoss(hard=0.1, variation=0.9), FLASH)
+
+
+def text(head: HeadModel) -> HardLoss:
+    """The cross-entropy with the text."""
+    return HardLoss()
+
+
 BOTH = ("mask_token", "vocabulary")
 KINDS = {
     "eagle3": Kind(
@@ -133,35 +144,62 @@ KINDS = {
         settings={"norm_before_residual": True, "norm_before_fc": True, "own_head": False},
         takes=BOTH,
     ),
-    "mtp": Kind(MTP, 5, own=HardLoss(), settings={"head_norms": True}),
+    "mtp": Kind(MTP, 5, own=text, settings={"head_norms": True}),
     "medusa": Kind(
-        Medusa, 5, ("heads", 0), own=HardLoss(), blocks=4, settings={"own_head": False}, takes=("vocabulary",)
+        Medusa, 5, ("heads", 0), own=text, blocks=4, settings={"own_head": False}, takes=("vocabulary",)
     ),
-    "dflash": Kind(DFlash, 7, ("block_size", 1), FLASH, HardLoss(), 5, takes=BOTH),
-    "dflash2": Kind(DFlash2, 7, ("block_size", 1), FLASH, None, 5, takes=("mask_token",)),
+    "dflash": Kind(DFlash, 7, ("block_size", 1), FLASH, text, 5, takes=BOTH),
+    "dflash2": Kind(
+        DFlash2,
+        7,
+        ("block_size", 1),
+        FLASH,
+        lambda head: WithBlock(ChoiceLoss(head.top_k), TEXT),
+        5,
+        takes=("mask_token",),
+    ),
     "dspark": Kind(
         DSpark,
         7,
         ("block_size", 0),
         FLASH,
-        CombinedLoss(hard=0.1, variation=1.8, confidence=1.0),
+        lambda head: CombinedLoss(hard=0.1, variation=1.8, confidence=1.0),
         5,
         takes=BOTH,
     ),
-    "domino": Kind(Domino, 7, ("block_size", 0), FLASH, None, 5, takes=BOTH),
-    "lilicorr": Kind(LiLiCorr, 7, ("block_size", 1), FLASH, None, 5, takes=("mask_token",)),
-    "xpress": Kind(XPress, 7, ("block_size", 1), FLASH, None, 5, takes=BOTH),
+    "domino": Kind(
+        Domino, 7, ("block_size", 0), FLASH, lambda head: WithBlock(TEXT, TEXT, fades=True), 5, takes=BOTH
+    ),
+    "lilicorr": Kind(
+        LiLiCorr,
+        7,
+        ("block_size", 1),
+        FLASH,
+        lambda head: WithBlock(ChoiceLoss(head.top_k, 0.25, 0.25, prefix=True), TEXT),
+        5,
+        takes=("mask_token",),
+    ),
+    "xpress": Kind(
+        XPress,
+        7,
+        ("block_size", 1),
+        FLASH,
+        lambda head: WithBlock(XPRESS, XPRESS, 0.6, rounds=0.3),
+        5,
+        takes=BOTH,
+        rounds=3,
+    ),
     "jetspec": Kind(
         DFlash,
         7,
         ("block_size", 1),
         FLASH,
-        ByDepth(CombinedLoss(soft=1.0), 1.0),
+        lambda head: ByDepth(CombinedLoss(soft=1.0), 1.0),
         5,
         settings={"causal": True},
         takes=BOTH,
     ),
-    "pard2": Kind(Pard2, 8, ("depth", 0), own=CATLoss(), blocks=4, takes=("mask_token",)),
+    "pard2": Kind(Pard2, 8, ("depth", 0), own=lambda head: CATLoss(), blocks=4, takes=("mask_token",)),
 }
 """The library's heads, by the names that recipes give them. With a mask token ``heads.export`` has a layout for all of them but Medusa and PARD-2."""
 

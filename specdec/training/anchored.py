@@ -7,7 +7,7 @@ and a block of slots it is DFlash's training. ``tests/test_heads.py`` compares i
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +82,28 @@ def steps(
         token = tokens[row, anchors + n]
         logits, memo = head.step(n, memo, token, at)
         yield Step(logits, head.confidence(n, memo, token) if head.confident else None, memo)
+
+
+def rounds(head: HeadModel, said: Sequence[Step], count: int) -> list[Tensor]:
+    """Further passes of a head's correction over blocks that ``steps`` computed, without its block: each reads the most probable tokens of the pass before, and the first those of
+    the block before it is corrected. That is how XPress iterates in decoding (arXiv 2608.02438).
+
+    Returns:
+        ``count`` tensors ``[B, A, k, V]``; no gradient flows through the tokens.
+    """
+    memo, k = said[0].memo, len(said)
+    logits, made = head.uncorrected(memo), []
+    nowhere: Any = None  # only the first step computes slots
+    for _ in range(count):
+        best = logits.detach()[..., : k - 1, :].argmax(-1)
+        tokens = best if head.d2t is None else head.ids[best]
+        each, now = [said[0].logits], memo
+        for n in range(1, k):
+            one, now = head.step(n, now, tokens[..., n - 1], nowhere)
+            each.append(one)
+        logits = torch.stack(each, 2)
+        made.append(logits)
+    return made
 
 
 def layers_of(head: HeadModel, batch: Batch) -> dict[Tap, Tensor]:

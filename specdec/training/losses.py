@@ -42,16 +42,21 @@ def needs_target(loss: Any) -> bool:
     return getattr(loss, "needs_target", True)
 
 
-def trains_confidence(loss: Any) -> bool:
-    """Whether a loss is called with the head's ``confidence``; a function is not."""
-    return getattr(loss, "confident", False)
+def reads(loss: Any) -> tuple[str, ...]:
+    """The keywords that a loss is called with beside ``kept``: of ``confidence``, ``accepted``, ``block``, ``rounds`` and ``progress``. A function gets none."""
+    return getattr(loss, "reads", ())
+
+
+def takes_blocks(loss: Any) -> bool:
+    """Whether a loss is of whole blocks ``[B, A, k, V]``, and not one for each depth."""
+    return getattr(loss, "whole", False)
 
 
 def _overlap(q: Tensor, p: Tensor) -> Tensor:
     return q.minimum(p).sum(-1)
 
 
-def _mean(values: Tensor, kept: Tensor | None) -> Tensor:
+def mean_of(values: Tensor, kept: Tensor | None) -> Tensor:
     """The mean of ``values [...]`` where ``kept [...]``; 0 if that is nowhere."""
     if kept is None:
         return values.mean()
@@ -92,7 +97,7 @@ class MixedLoss:
         loss = -self.weight * (p * log_q).sum(-1)
         if self.weight < 1:
             loss = loss - (1 - self.weight) * _overlap(log_q.exp(), p)
-        return _mean(loss, kept)
+        return mean_of(loss, kept)
 
 
 @dataclass(frozen=True)
@@ -125,9 +130,9 @@ class CombinedLoss:
         return bool(self.soft or self.variation or self.confidence)
 
     @property
-    def confident(self) -> bool:
-        """Whether it is called with the head's confidence."""
-        return bool(self.confidence)
+    def reads(self) -> tuple[str, ...]:
+        """The head's confidence, if it is trained."""
+        return ("confidence", "accepted") if self.confidence else ()
 
     def __call__(
         self,
@@ -149,10 +154,10 @@ class CombinedLoss:
         log_p, log_q = target_logits.log_softmax(-1), logits.log_softmax(-1)
         p = log_p.exp()
         if self.soft:
-            loss = loss + self.soft * _mean((p * (log_p - log_q)).sum(-1), kept)
+            loss = loss + self.soft * mean_of((p * (log_p - log_q)).sum(-1), kept)
         if self.variation or self.confidence:
             overlap = _overlap(log_q.exp(), p)
-            loss = loss + self.variation * _mean(1 - overlap, kept)
+            loss = loss + self.variation * mean_of(1 - overlap, kept)
             if self.confidence:
                 if confidence is None:
                     raise ValueError(
@@ -160,8 +165,38 @@ class CombinedLoss:
                     )
                 truth = (overlap if accepted is None else accepted).detach()
                 each = F.binary_cross_entropy_with_logits(confidence, truth, reduction="none")
-                loss = loss + self.confidence * _mean(each, kept)
+                loss = loss + self.confidence * mean_of(each, kept)
         return loss
+
+
+@dataclass(frozen=True)
+class LKLoss:
+    """The loss of LK losses (Samarin et al., arXiv 2602.23881): ``w * KL(p, q) + (1 - w) * (1 - a)`` in nats, where ``a = sum_v min(p(v), q(v))`` is the probability of acceptance and
+    ``w = exp(-eta * a)``, through which no gradient flows: distillation where little is accepted, and acceptance where much is.
+
+    Args:
+        eta: how fast distillation gives way; ``None``: the loss is ``-log a``.
+    Raises:
+        ValueError: a negative eta.
+    """
+
+    eta: float | None = 3.0
+    needs_target = True
+
+    def __post_init__(self) -> None:
+        if self.eta is not None and not self.eta >= 0:
+            raise ValueError(f"eta is {self.eta}: give a number of at least 0, or None for -log a")
+
+    def __call__(
+        self, logits: Tensor, target_logits: Tensor, tokens: Tensor, kept: Tensor | None = None
+    ) -> Tensor:
+        log_p, log_q = target_logits.log_softmax(-1), logits.log_softmax(-1)
+        p = log_p.exp()
+        a = _overlap(log_q.exp(), p)
+        if self.eta is None:
+            return mean_of(-a.clamp(min=1e-5).log(), kept)
+        share = (-self.eta * a.detach()).exp()
+        return mean_of(share * (p * (log_p - log_q)).sum(-1) + (1 - share) * (1 - a), kept)
 
 
 @dataclass(frozen=True)
@@ -175,7 +210,7 @@ class CATLoss:
 
     hard: float = 0.1
     soft: float = 1.0
-    needs_target = True
+    needs_target = whole = True
 
     def __post_init__(self) -> None:
         if not (self.hard >= 0 and self.soft >= 0 and self.hard + self.soft > 0):
@@ -212,9 +247,9 @@ class ByDepth:
     weights: float | Sequence[float] = 0.8
 
     def __post_init__(self) -> None:
-        if isinstance(self.loss, CATLoss):
+        if takes_blocks(self.loss):
             raise ValueError(
-                "loss is a CATLoss, which weights whole blocks by itself: give it without ByDepth"
+                f"loss is a {type(self.loss).__name__}, which takes whole blocks: give it without ByDepth"
             )
         given = [self.weights] if isinstance(self.weights, (int, float)) else list(self.weights)
         if not given or not all(weight > 0 for weight in given):
@@ -227,8 +262,8 @@ class ByDepth:
         return needs_target(self.loss)
 
     @property
-    def confident(self) -> bool:
-        return trains_confidence(self.loss)
+    def reads(self) -> tuple[str, ...]:
+        return reads(self.loss)
 
     def of(self, k: int) -> list[float]:
         """The weights of ``k`` depths, which add up to 1."""

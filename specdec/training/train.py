@@ -28,7 +28,7 @@ from specdec.forward.ends import Ends
 from specdec.models.fingerprint import fingerprint, unwrapped
 from specdec.training import checkpoints
 from specdec.training.forward import Blocks, KPass, Parallel, drafted
-from specdec.training.losses import ByDepth, CombinedLoss, MixedLoss, needs_target, trains_confidence
+from specdec.training.losses import ByDepth, CombinedLoss, MixedLoss, needs_target, reads
 from specdec.training.muon import quick
 from specdec.training.parallel_blocks import ParallelBlocks
 from specdec.training.sources import Masked, check_ids, order, source_of
@@ -146,7 +146,7 @@ def train(
             the two calls get. The trackers are ended by its owner (``end_training``).
     Raises:
         ValueError: data without sequences or of another target, a checkpoint of another run, a draft that would train weights of
-            the target or whose forward is not computed here, or a loss of a confidence that the draft does not have.
+            the target or whose forward is not computed here, or a loss of a confidence, a block or rounds that the draft or the forward does not have.
         FloatingPointError: the loss is not finite.
         TypeError: ids that are not whole numbers, or ``settings`` of another type.
     """
@@ -167,10 +167,16 @@ def train(
             f"draft has the target's own {shared[0]!r}, which training would change: give a copy (copy.deepcopy), or freeze it with "
             "requires_grad_(False)"
         )
-    if trains_confidence(loss) and not (isinstance(draft, HeadModel) and draft.confident):
+    if "confidence" in reads(loss) and not (head and draft.confident):
         raise ValueError(
             f"loss is {loss!r}, which trains a confidence that this {type(draft).__name__} does not have"
         )
+    if "block" in reads(loss) and not (head and draft.corrected):
+        raise ValueError(
+            f"loss is {loss!r}, and this {type(draft).__name__} has no block of logits that it corrects: give a loss of its logits alone"
+        )
+    if "rounds" in reads(loss) and not (isinstance(forward, Blocks) and forward.rounds):
+        raise ValueError(f"loss is {loss!r}, which reads rounds: give forward=Blocks(..., rounds=3)")
     accelerator = Accelerator() if accelerator is None else accelerator
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     if settings.batch % world:
@@ -193,9 +199,9 @@ def train(
         forward.check(draft)
     check_ids("data", data, vocab_size)
     check_ids("validation", validation, vocab_size)
-    reads = tuple(forward.layers(draft))
-    source = source_of(data, target if needs or head or reads else None, reads)
-    held = None if validation is None else source_of(validation, target, reads)
+    layers = tuple(forward.layers(draft))
+    source = source_of(data, target if needs or head or layers else None, layers)
+    held = None if validation is None else source_of(validation, target, layers)
     path = None if checkpoint is None else Path(checkpoint)
     identity = {
         "loss": repr(loss),
@@ -252,7 +258,7 @@ def train(
             places = range(run.step * settings.batch, (run.step + 1) * settings.batch)[rank::world]
             draws = [np.random.default_rng((settings.seed, 1, place)) for place in places]
             batch = source.take(which).to(device, precision)
-            value = judge(drafted(forward, draft, batch, draws), batch)
+            value = judge(drafted(forward, draft, batch, draws), batch, run.step / settings.steps)
             value.backward()
             between = False
             recent = [*recent[-49:], value.detach()]

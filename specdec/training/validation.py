@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.drafts.heads.model import HeadModel
 from specdec.training.forward import Drafted, drafted
-from specdec.training.losses import ABSENT, acceptance, needs_target, trains_confidence
+from specdec.training.losses import ABSENT, acceptance, needs_target, reads
 from specdec.training.states import Batch
 
 
@@ -34,47 +34,46 @@ class Judge:
         self.outputs = outputs
         reduced = isinstance(draft, HeadModel) and draft.d2t is not None
         self.ids: Tensor | None = draft.ids if reduced else None
-        self.needs, self.confident = needs_target(loss), trains_confidence(loss)
+        self.needs, self.reads = needs_target(loss), reads(loss)
         self.loss, self.law = loss, law
         if self.ids is not None:
             self.numbers = torch.full((draft.vocab_size,), ABSENT, device=self.ids.device)
             self.numbers[self.ids] = torch.arange(len(self.ids), device=self.ids.device)
         self.value = torch.compile(self._value, dynamic=False) if compile else self._value
 
-    def __call__(self, made: Drafted, batch: Batch) -> Tensor:
-        """The loss of blocks, with gradients."""
-        return self._compared(self.value, self._fitted(made), batch, kept(batch, made))
+    def __call__(self, made: Drafted, batch: Batch, progress: float = 1.0) -> Tensor:
+        """The loss of blocks, with gradients; ``progress`` is the share of the training that is done."""
+        return self._compared(self.value, self._fitted(made), batch, kept(batch, made), progress)
 
     def _fitted(self, made: Drafted) -> Drafted:
         return made if self.outputs is None else made._replace(logits=made.logits[..., : self.outputs])
 
     def _compared(
-        self, value: Callable[..., Tensor], made: Drafted, batch: Batch, counted: Tensor | None
+        self,
+        value: Callable[..., Tensor],
+        made: Drafted,
+        batch: Batch,
+        counted: Tensor | None,
+        progress: float = 1.0,
     ) -> Tensor:
         tokens = _rows(batch.tokens, made.at + 1)
         tokens = tokens if self.ids is None else self.numbers.to(tokens.device)[tokens]
         final = _rows(batch.final, made.at) if self.needs else batch.final
+        there = made._asdict() | {"progress": torch.tensor(progress, device=tokens.device)}
+        more = {name: there[name] for name in self.reads if name != "accepted"}
         if counted is None:
-            return value(made.logits, final, tokens, made.confidence)
-        return value(made.logits, final, tokens.where(counted, ABSENT), made.confidence, counted)
+            return value(made.logits, final, tokens, more)
+        return value(made.logits, final, tokens.where(counted, ABSENT), {**more, "kept": counted})
 
-    def _value(
-        self,
-        logits: Tensor,
-        final: Tensor,
-        tokens: Tensor,
-        confidence: Tensor | None,
-        counted: Tensor | None = None,
-    ) -> Tensor:
+    def _value(self, logits: Tensor, final: Tensor, tokens: Tensor, more: dict[str, Any]) -> Tensor:
         logits = logits.float()
         wanted = self.law(final).float() if self.needs else logits
-        more: dict[str, Any] = {} if counted is None else {"kept": counted}
-        if not self.confident:
-            reduced = self.ids is not None and self.needs
-            return self.loss(logits, wanted[..., self.ids] if reduced else wanted, tokens, **more)
-        more["confidence"] = None if confidence is None else confidence.float()
-        if self.ids is not None:
-            more["accepted"] = self.accepted(logits.detach(), wanted)
+        for name in ("confidence", "block", "rounds"):
+            if more.get(name) is not None:
+                more = {**more, name: more[name].float()}
+        if self.ids is not None and self.needs:
+            if "accepted" in self.reads:
+                more = {**more, "accepted": self.accepted(logits.detach(), wanted)}
             wanted = wanted[..., self.ids]
         return self.loss(logits, wanted, tokens, **more)
 

@@ -106,6 +106,10 @@ class DFlash(HeadModel):
             memo = self.logits(self.fill(token, at))
         return memo[..., n, :], memo
 
+    def uncorrected(self, memo: Any) -> Tensor:
+        """As ``HeadModel.uncorrected``, of the heads that are built on this one."""
+        return memo.logits
+
     def fill(self, token: Tensor, at: Anchors) -> Tensor:
         """The block that follows ``token [...]`` at the anchors: the normed outputs of the slots that predict, ``[..., longest, E]``."""
         return self.norm(self.block(token, at)[..., self.first :, :])

@@ -109,7 +109,7 @@ class DFlash2(DFlash):
         ValueError: a number below 1, a hidden size that is not a multiple of ``conv_group``, or as ``DFlash``.
     """
 
-    marginal = False
+    marginal, corrected = False, True
 
     def __init__(
         self,

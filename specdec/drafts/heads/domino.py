@@ -54,7 +54,7 @@ class Domino(DFlash):
         ValueError: a rank or a state below 1, a prefix below 0, or as ``DFlash``.
     """
 
-    marginal = False
+    marginal, corrected = False, True
 
     def __init__(
         self,

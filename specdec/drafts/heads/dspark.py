@@ -70,7 +70,7 @@ class DSpark(DFlash):
         ValueError: a rank below 1, an unknown kind, or as ``DFlash``.
     """
 
-    marginal = False
+    marginal, corrected = False, True
 
     def __init__(
         self,

@@ -165,7 +165,7 @@ class LiLiCorr(DFlash):
         ValueError: a number below 1, convolutions with one of their sizes alone, an ``inner`` that is no multiple of ``heads``, or as ``DFlash``.
     """
 
-    marginal = False
+    marginal, corrected = False, True
 
     def __init__(
         self,

@@ -47,7 +47,8 @@ class HeadModel(StoredHead):
         kv_layers: how many layers have keys and values. longest: the longest chain that it can propose, if there is a limit. block_slots: how many
             slots its first step asks for at most; 0: each step asks for one, or for none.
         leading: whether ``read`` gets each text's first token, too, as the ``following`` of a position before the first, whose activations are zeros; the positions of all passes are then
-            one higher. marginal: whether no logits depend on tokens after the anchor. confident: whether it has the method ``confidence``.
+            one higher. marginal: whether no logits depend on tokens after the anchor. confident: whether it has the method ``confidence``. corrected: whether its first
+            step computes logits of a whole block, which each step corrects by the tokens before, from the memo alone; it has the method ``uncorrected``.
         target_width: of the target's activations, where the head has another one.
         ends: the target's embedding, final norm and output matrix; ``None`` before ``bound``. kernels: what computes some parts faster while
             it decodes; ``drafts.Head`` chooses them.
@@ -56,7 +57,7 @@ class HeadModel(StoredHead):
     kv_layers = 1
     block_slots = 0
     longest: int | None = None
-    marginal = confident = leading = False
+    marginal = confident = corrected = leading = False
     target_width: int | None = None
     supports_trees = True  # ``build`` asks every draft's model
     ends: Ends | None = None
@@ -123,6 +124,10 @@ class HeadModel(StoredHead):
         Args:
             n, token: those that step n got. memo: the one that step n returned.
         """
+        raise NotImplementedError
+
+    def uncorrected(self, memo: Any) -> Tensor:
+        """``[..., longest, outputs]``: the logits of the block before they are corrected, from the memo of any of its steps."""
         raise NotImplementedError
 
     @property

@@ -77,7 +77,7 @@ class XPress(DFlash):
         ValueError: a number below 1, or as ``DFlash``.
     """
 
-    marginal = False
+    marginal, corrected = False, True
 
     def __init__(
         self, config: LlamaConfig, taps: Sequence[Tap], *, rank: int = 256, mlp_ratio: int = 2, **shared: Any
