@@ -10,7 +10,7 @@ import torch
 
 from specdec.arm_policy import ArmAssignment, ArmPolicy
 from specdec.capabilities import DraftPart, ModelInfo, VerifierInfo
-from specdec.protocols import Draft, KeepsTexts, LanguageModel, Verifier
+from specdec.protocols import Draft, KeepsTexts, LanguageModel, NotesActivations, Verifier
 from specdec.sampling import Sampling
 
 
@@ -49,7 +49,15 @@ class Composition:
     @cached_property
     def keeps(self) -> KeepsTexts | None:
         """The target, if it keeps texts between calls that the draft can use: one that reads activations needs them of every token."""
-        return self.target if isinstance(self.target, KeepsTexts) and not self.drafting.info.taps else None
+        if self.drafting.info.taps and self.notes is None:
+            return None
+        return self.target if isinstance(self.target, KeepsTexts) else None
+
+    @cached_property
+    def notes(self) -> NotesActivations | None:
+        """The target, if the draft reads activations and the target keeps them."""
+        taps, target = self.drafting.info.taps, self.target
+        return target if taps and isinstance(target, NotesActivations) else None
 
     @property
     def nodes(self) -> int:

@@ -7,6 +7,7 @@ import pickle
 import random
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from test_shared_prompts import fed
@@ -487,16 +488,109 @@ def test_answers_are_kept(executor, page):
             assert all(len(text) - 2 - n < 8 + 3 for text, n in zip(texts, found)), found
 
 
-def test_a_draft_that_reads_activations_keeps_no_answers():
-    from specdec.drafts.heads import Eagle3
+def reader(kind, model):
+    """A draft that reads activations, and how many tokens it drafts."""
+    from specdec.drafts.heads import DynamicTree, Eagle3
+    from specdec.drafts.spire import SpireModel
 
-    model = sd.HFModel(tiny("llama"), prefix_cache=GIB)
+    if kind == "spire":
+        return sd.drafts.Spire(SpireModel.from_target(model.model, layers=1, window=8))
     head = Eagle3.from_target(model, taps=(0, 1, 2))
-    decoder = sd.decoder(model).draft(sd.drafts.Head(head), length=3).build()
+    return sd.drafts.Head(head, DynamicTree(6, 2)) if kind == "tree" else sd.drafts.Head(head)
+
+
+@pytest.mark.parametrize(
+    ("kind", "page", "executor"),
+    [
+        ("head", None, Serial()),
+        ("head", None, Pipelined(2)),
+        ("head", 4, Optimistic()),
+        ("tree", None, Serial()),
+        ("tree", 4, Pipelined(2)),
+        ("spire", 4, Serial()),
+        ("spire", None, Pipelined(2)),
+    ],
+    ids=lambda e: str(e) if e is None or isinstance(e, str | int) else type(e).__name__,
+)
+def test_answers_are_kept_with_what_a_draft_reads(executor, kind, page):
+    """Also of streams and of equal prompts; the activations of each block are those of a call that reads the whole text."""
+    model, plain = (sd.HFModel(tiny("llama"), page=page, prefix_cache=limit) for limit in (GIB, None))
+    ours, theirs = (
+        sd.decoder(m).draft(reader(kind, m), length=3).verifier(sd.Coupled()).executor(e).build()
+        for m, e in ((model, executor), (plain, Serial()))
+    )
+    taps = ours.draft.info.taps
+    texts, lengths = [[*SYSTEM, n // 2] for n in range(4)], [9, 20, 14, 7]
+    for turn in range(3):
+        asked = model.prefixes.asked, model.prefixes.found
+        if turn == 1 and not isinstance(executor, Optimistic):
+            requests = [sd.Request(text, n) for text, n in zip(texts, lengths)]
+            served = sorted(ours.serve(requests, limit=2, seed=turn), key=lambda one: one.index)
+            ids = [one.ids for one in served]
+        else:
+            ids = ours.generate(texts, lengths, seed=turn).ids
+        assert ids == theirs.generate(texts, lengths, seed=turn).ids
+        if turn:  # all but the end of an answer, and what the user adds
+            lacking = (model.prefixes.asked - asked[0]) - (model.prefixes.found - asked[1])
+            assert lacking <= sum(8 + 3 for _ in texts)
+        texts = [[*text, *answer, 5] for text, answer in zip(texts, ids)]
+    for text in texts:
+        words = np.array(text)
+        blocks = model.prefixes._find(words[: len(text) - 2], taps)
+        assert len(blocks) == (len(text) - 2) // 8
+        scores = plain.score(plain.cache(1, 160), sd.Context.of([text], 160), taps=taps)
+        for i, block in enumerate(blocks):
+            assert block.seen.keys() == set(taps)
+            for tap, x in block.seen.items():
+                torch.testing.assert_close(x, scores.fed.layers[tap][8 * i : 8 * i + 8])
+
+
+def test_whole_rounds_keep_prompts_for_drafts_that_read_activations():
+    model = sd.HFModel(tiny("llama"), graphs="eager", prefix_cache=GIB)
+    head = sd.drafts.Head(reader("head", model).model, graphs="eager")
+    decoder = sd.decoder(model).draft(head, length=3).executor(Ahead()).build()
     out = decoder.generate([SYSTEM], 20)
-    assert model.prefixes.bytes == 40 // 8 * next(iter(model.prefixes._held.values())).bytes
+    assert len(model.prefixes._held) == 5
     decoder.generate([SYSTEM + out.ids[0]], 1)
     assert model.prefixes.found == 40
+
+
+def test_an_answer_whose_prompt_was_dropped_is_not_kept():
+    """Its prompt's activations are not known any more when it ends."""
+    model = sd.HFModel(tiny("llama"), prefix_cache=GIB)
+    decoder = sd.decoder(model).draft(reader("head", model), length=3).build()
+    dropped = []
+
+    def drop(chunk):
+        if not dropped:
+            dropped.append(len(model.prefixes._held))
+            model.prefixes._held.popitem(last=False)  # the last block of the prompt
+
+    request = sd.Request(SYSTEM, 20, on_chunk=drop)
+    (served,) = decoder.serve([request])
+    assert dropped == [5]
+    text = np.array([*SYSTEM, *served.ids])
+    assert len(model.prefixes._find(text, ())) == 4
+    model.prefixes.clear()
+    out = decoder.generate([SYSTEM], 20)
+    assert len(model.prefixes._find(np.array([*SYSTEM, *out.ids[0][:-1]]), decoder.draft.info.taps)) == 7
+
+
+def test_a_position_that_was_left_out_ends_what_is_noted():
+    from specdec.cache.noted import noted
+
+    model = sd.HFModel(tiny("llama"))
+    decoder = sd.decoder(model).draft(reader("head", model), length=2).build()
+    rounds = []
+    decoder.generate([SYSTEM[:5], SYSTEM[:7]], 6, on_round=rounds.append)
+    known = noted([None, None], rounds[0], [0, 4])
+    assert [(one.first, one.end) for one in known] == [(0, 5), (4, 7)]
+    skipped = noted(list(known), rounds[2], [0, 4])
+    assert skipped == [None, None]
+    after = noted(list(known), rounds[1], [0, 4])
+    assert [one.joined().end for one in after] == [
+        n + int(c) - 1 for n, c in zip(rounds[1].context.length.tolist(), rounds[1].verdict.accepted + 1)
+    ]
 
 
 @pytest.mark.parametrize("look", [False, True])

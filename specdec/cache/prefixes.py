@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from specdec.cache.contiguous import SlotCache
-from specdec.cache.kept import Kept, made_by, use
+from specdec.cache.kept import Kept, Signs, made_by, use
+from specdec.cache.noted import Noted, noted
 from specdec.cache.paged import PagedCache
 from specdec.cache.token_index import Row
 from specdec.kernels.device import to_device
-from specdec.types import Context, Fed, common
+from specdec.types import Context, Fed, Round, common
 
 SIZE = 64  # tokens of a block
 
@@ -49,6 +50,13 @@ class Block(NamedTuple):
     @property
     def bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class Begun(NamedTuple):
+    """What is known of a row that is being read: the ``version`` of the weights that it began with, and the activations of its answer, if a draft reads them."""
+
+    version: Signs | None
+    noted: Noted | None = None
 
 
 class Lent(NamedTuple):
@@ -118,7 +126,7 @@ class PrefixCache(Kept[Key, Block]):
             if self._changed():
                 return NOTHING
             for b in rows:
-                cache.begun[b] = self.version
+                cache.begun[b] = Begun(self.version)
                 same = common(np.array(cache.row(b), dtype=np.int64), words[b, : length[b]])
                 lent[b], held[b] = self._find(words[b, : length[b] - 1], taps), same // SIZE
                 self.asked += length[b] - same
@@ -139,6 +147,15 @@ class PrefixCache(Kept[Key, Block]):
                 cache.remember(b, words[b], 0, SIZE * len(lent[b]), 0)
         return Lent(self, lent)
 
+    def note(self, cache: Cache, round: Round) -> None:
+        """Note the activations that a round has of its rows' answers, and of the ends of their prompts that fill no block."""
+        if not any(cache.begun):
+            return
+        begin = [SIZE * (n // SIZE) for n in round.context.length.tolist()]
+        with torch.inference_mode(False), torch.no_grad():
+            now = noted([one and one.noted for one in cache.begun], round, begin)
+        cache.begun = [one and one._replace(noted=more) for one, more in zip(cache.begun, now)]
+
     def keep_ended(self, cache: Cache, rows: Iterable[int]) -> None:
         """Keep the full blocks of ``rows``, whose texts have ended, answers included, unless weights have changed since the rows began to be read."""
         with self._lock:
@@ -148,24 +165,28 @@ class PrefixCache(Kept[Key, Block]):
 
     def keep(self, cache: Cache, rows: Iterable[int], fed: Fed | None) -> None:
         """Keep the full blocks of what ``rows`` hold, of those that began to be read with the weights that are known now; ``fed``: the activations of all their
-        tokens. Where there is no memory for them, all are dropped."""
+        tokens; ``None``: those that were noted. Where there is no memory for them, all are dropped."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
             try:
                 for b in rows:
-                    if cache.begun[b] is self.version:
-                        self._keep(cache, b, fed)
+                    begun = cache.begun[b]
+                    if begun is not None and begun.version is self.version:
+                        known = begun.noted if fed is None else _of_row(fed, b)
+                        self._keep(cache, b, None if known is None else known.joined())
             except (MemoryError, torch.OutOfMemoryError):
                 self._clear()
 
-    def _keep(self, cache: Cache, b: int, fed: Fed | None) -> None:
+    def _keep(self, cache: Cache, b: int, known: Noted | None) -> None:
         text, before, path, total = np.array(cache.row(b), dtype=np.int64), 0, list[Key](), 0
-        layers = {} if fed is None else fed.layers
-        row = torch.empty(0) if fed is None else torch.nonzero((fed.row == b) & (fed.node < 0))[:, 0]
+        layers = {} if known is None else known.layers
         for at in range(0, len(text) - SIZE + 1, SIZE):
             key = (before, text[at : at + SIZE].tobytes())
             block = old = self._held.get(key)
             if block is None or not block.seen.keys() >= layers.keys():
-                seen = {tap: x[to_device(row[at : at + SIZE], x.device)] for tap, x in layers.items()}
+                if known is not None and not known.first <= at <= known.end - SIZE:
+                    break  # what this block had been kept with was dropped, and its activations are not known any more
+                first = 0 if known is None else at - known.first
+                seen = {tap: x[first : first + SIZE].clone() for tap, x in layers.items()}
                 block = self._made(cache, b, at, seen, block)
             total += block.bytes
             if total > self.limit:
@@ -194,3 +215,12 @@ class PrefixCache(Kept[Key, Block]):
             return old._replace(seen=old.seen | seen, ready=old.ready + made_by(seen.values()))
         entries = [torch.cat(parts, 1) for parts in zip(*cache.parts(b, at, at + SIZE))]
         return Block(next(self._numbers), entries, seen, made_by((*entries, *seen.values())))
+
+
+def _of_row(fed: Fed, b: int) -> Noted:
+    """The activations of the committed tokens of row ``b``, all of which were fed."""
+    row = ((fed.row == b) & (fed.node < 0)).nonzero()[:, 0]
+    first, end = int(row[0]), int(row[-1]) + 1
+    together = end - first == len(row)
+    layers = {tap: x[first:end] if together else x[to_device(row, x.device)] for tap, x in fed.layers.items()}
+    return Noted(None, 0, layers)

@@ -205,6 +205,8 @@ class MicroBatch:
         """Append a round's tokens and drop the finished rows. Returns the rows that stay, or ``None`` when all do."""
         if self.selection is not None and self.number:
             self.selection.learn(round, self.spent)
+        if self.composition.notes is not None:
+            self.composition.notes.note(self.cache, round)
         self.context = self.context.append(round.verdict.tokens, round.committed)
         self.number += 1
         if not bool(round.finished.any()):

@@ -254,7 +254,9 @@ class Rounds:
 
     def _keep(self, context: Context, rows: list[int]) -> None:
         """As ``protocols.KeepsTexts``. A round in flight writes to slots after those of these texts."""
-        if self.composition.keeps is not None:
+        if (
+            self.composition.keeps is not None and self.composition.notes is None
+        ):  # activations stay in the step
             self._tell(context, rows)
             self.composition.keeps.keep_texts(self.cache, context, rows)
 

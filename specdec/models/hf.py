@@ -31,7 +31,7 @@ from specdec.models.check import Graphs, Options, check_arguments, narrowed, sel
 from specdec.models.clone import Wrapper, shares, structural_clone
 from specdec.models.load import load, load_tokenizer
 from specdec.models.shared_prompts import reading
-from specdec.types import Context, Fed, Proposal, Scores
+from specdec.types import Context, Fed, Proposal, Round, Scores
 
 __all__ = ["SUPPORTED", "HFModel", "Options", "UnsupportedModel"]
 
@@ -43,8 +43,7 @@ class HFModel(Wrapper):
     """A transformers causal LM behind ``protocols.LanguageModel``.
 
     Args:
-        model: any ``...ForCausalLM`` of a family in ``SUPPORTED``. It is not modified. Later in-place changes of its weights
-            take effect; after moving, casting or replacing them (``load_state_dict(assign=True)``), wrap it again (``cache`` checks).
+        model: any ``...ForCausalLM`` of a family in ``SUPPORTED``. It is not modified. Later in-place changes of its weights take effect; after moving, casting or replacing them (``load_state_dict(assign=True)``), wrap it again (``cache`` checks).
         tokenizer: needed for text and chat prompts only.
         prefill_chunk: the most tokens of prompts in one forward, over all rows; ``None``: 2048 on a GPU, else 512.
         unlisted: ``"packed"`` tries a family that is not listed, after comparing it with its own plain forward.
@@ -52,22 +51,16 @@ class HFModel(Wrapper):
             ``"decomposed"`` into fragments (docs/decomposition.md), ``"native"`` (C, on the CPU), ``"cpu"`` (C where it can), or, on a GPU, ``"triton"``,
             ``"torch_flash"`` and ``"flash_attn"``; all compute the same. ``"auto"`` chooses for each layer (``kernels.attention.explain`` says which and why).
         page: slots of a page, for KV in pages that rows take as they grow (docs/models.md); ``None``: the same slots for every row.
-        graphs: whether small steps (decoding, verification, a draft's tokens) are captured once for each shape and replayed as CUDA graphs.
-            ``"auto"`` does so where possible, on a GPU, ``True`` refuses other models. For tests on any device, ``"eager"`` runs the same steps without
+        graphs: whether small steps (decoding, verification, a draft's tokens) are captured once for each shape and replayed as CUDA graphs. ``"auto"`` does so where possible, on a GPU, ``True`` refuses other models. For tests on any device, ``"eager"`` runs the same steps without
             capturing them and ``"recorded"`` replays a recording of their operators (docs/models.md).
-        compile: ``torch.compile`` for norms and MLPs, of the private copy only; a mapping has its options (``{"backend": ...}``). It can pay on
-            a GPU; on a CPU the C kernels that it replaces are faster. The first steps of each kind wait for the compiler.
-        invariant: whether a row's logits must be bit for bit independent of the rest of the batch and of the step, prompts included
-            (docs/kernels.md). Llama-like models on a CPU with C kernels support this, at a cost; others are refused, and so are trees.
-        bf16_weights: whether products read bfloat16 copies of the weights of a float32 model: half the bytes to read, equal values, and
-            arithmetic on matrix units (AMX) where the processor has them. ``None`` makes copies where they are exact, that is for
-            llama-like models on a CPU with C kernels whose weights bfloat16 can express, as those of a bfloat16 checkpoint; ``True`` refuses
-            other models. Memory grows by half. Copies follow changes of the weights when the next cache is made (docs/kernels.md).
-        kv_dtype: ``torch.float8_e4m3fn`` or ``float8_e5m2``: keys and values are rounded to it when they are stored, and read back in the
-            dtype of the queries. It is then the model with a rounded cache: as a draft it changes what is accepted and never the output; a
-            target's output differs from the full cache's, and drafts do not change it further (docs/models.md).
-        prefix_cache: bytes in which keys and values of texts stay between calls, for prompts that begin alike (docs/models.md);
-            ``None``: every call reads its prompts. ``prefixes`` says what was found.
+        compile: ``torch.compile`` for norms and MLPs, of the private copy only; a mapping has its options (``{"backend": ...}``). It can pay on a GPU; on a CPU the C kernels that it replaces are faster. The first steps of each kind wait for the compiler.
+        invariant: whether a row's logits must be bit for bit independent of the rest of the batch and of the step, prompts included (docs/kernels.md). Llama-like models on a CPU with C kernels support this, at a cost; others are refused, and so are trees.
+        bf16_weights: whether products read bfloat16 copies of the weights of a float32 model: half the bytes to read, equal values, and arithmetic on matrix units (AMX) where the processor has them. ``None``
+            makes copies where they are exact, that is for llama-like models on a CPU with C kernels whose weights bfloat16 can express, as those of a bfloat16 checkpoint; ``True`` refuses other models. Memory
+            grows by half. Copies follow changes of the weights when the next cache is made (docs/kernels.md).
+        kv_dtype: ``torch.float8_e4m3fn`` or ``float8_e5m2``: keys and values are rounded to it when they are stored, and read back in the dtype of the queries. It is then the
+            model with a rounded cache: as a draft it changes what is accepted and never the output; a target's output differs from the full cache's, and drafts do not change it further (docs/models.md).
+        prefix_cache: bytes in which keys and values of texts stay between calls, for prompts that begin alike (docs/models.md); ``None``: every call reads its prompts. ``prefixes`` says what was found.
     Raises:
         UnsupportedModel: the family cannot be run exactly; the message says why, and which families can.
         TypeError: an argument has the wrong type, such as the name of a tokenizer, or a page that is no whole number.
@@ -301,9 +294,16 @@ class HFModel(Wrapper):
 
     def keep_texts(self, cache: Cache, context: Context, rows: Sequence[int]) -> None:
         """As in ``protocols.KeepsTexts``, with a ``prefix_cache``."""
-        own = type(self)._pieces is HFModel._pieces and type(cache) in (SlotCache, PagedCache)
-        if self.prefixes is not None and own:
+        if self.prefixes is not None and self._lends(cache):
             self.prefixes.keep_ended(cache, rows)
+
+    def note(self, cache: Cache, round: Round) -> None:
+        """As in ``protocols.NotesActivations``, with a ``prefix_cache``."""
+        if self.prefixes is not None and self._lends(cache):
+            self.prefixes.note(cache, round)
+
+    def _lends(self, cache: Any) -> bool:
+        return type(self)._pieces is HFModel._pieces and type(cache) in (SlotCache, PagedCache)
 
     def _plan(
         self, cache: Cache, context: Context, proposal: Proposal | None, at: int | None, rows: Tensor | None

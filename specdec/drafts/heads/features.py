@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.cache.noted import committed
 from specdec.kernels.device import to_device
-from specdec.types import Fed, Round
+from specdec.types import Round
 
 Tap = int | Literal["final"]
 """A layer of the target: 0 is the input of the first block, ``l`` the output of block ``l`` counted from 1 (for the last block before the
@@ -32,14 +33,6 @@ class Features(NamedTuple):
     def at(self, at: Any) -> Features:
         """The features of the positions with index ``at``."""
         return Features({tap: x[at] for tap, x in self.layers.items()}, self.tokens[at], self.following[at])
-
-
-def committed(fed: Fed, round: Round) -> np.ndarray:
-    """``[F']`` which of the fed positions hold committed text: tokens that were in the context, and accepted nodes."""
-    row, node = fed.row.numpy(), fed.node.numpy()
-    accepted, path = round.verdict.accepted.numpy(), round.verdict.path.numpy()
-    on_path = (path[row] == node[:, None]) & (np.arange(path.shape[1]) < accepted[row, None])
-    return np.flatnonzero((node < 0) | on_path.any(1))
 
 
 class Fresh(NamedTuple):
