@@ -251,8 +251,9 @@ def made(s: Settings) -> tuple[Any, Any, HeadModel, Blocks]:
     # Whether it can decode shows before it is trained.
     sd.decoder((target, tokenizer)).draft(sd.drafts.Head(head), k).build()
     say(exported(s, target, head))
-    forward = KINDS[s.head].forward(s.loss, k, s.anchors or anchors(head.vocab_size, k, s.batch))
-    return target, tokenizer, head, forward
+    passes = 1 + (1 + KINDS[s.head].rounds if s.loss == "own" and head.corrected else 0)
+    count = s.anchors or anchors(head.vocab_size, k, s.batch, passes=passes)
+    return target, tokenizer, head, KINDS[s.head].forward(s.loss, head, k, count)
 
 
 def recorded(s: Settings, target: Any, data: Part, held: Part, layers: tuple[int, ...]) -> list[Any]:

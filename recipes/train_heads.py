@@ -117,7 +117,7 @@ def chosen(s: Settings, name: str, target: Any) -> tuple[Any, Any, Any]:
     lacking = [tap for tap in head.taps if tap != "final" and tap not in LAYERS]
     if lacking:
         raise SystemExit(f"--drafts {name}: it reads layer {lacking[0]}, which LAYERS in this file lacks")
-    blocks = kind.forward(s.loss, min(member.k, head.longest or member.k), s.anchors or member.anchors)
+    blocks = kind.forward(s.loss, head, min(member.k, head.longest or member.k), s.anchors or member.anchors)
     return head, blocks, kind.loss(s.loss, head)
 
 

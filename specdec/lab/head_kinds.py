@@ -25,8 +25,8 @@ from specdec.drafts.heads import (
 from specdec.drafts.heads.features import Tap
 from specdec.models.fingerprint import unwrapped
 from specdec.training.block_losses import ChoiceLoss, WithBlock
-from specdec.training.forward import Blocks
-from specdec.training.losses import ByDepth, CATLoss, CombinedLoss, HardLoss, MixedLoss, takes_blocks
+from specdec.training.forward import Blocks, Corrected
+from specdec.training.losses import ByDepth, CATLoss, CombinedLoss, HardLoss, MixedLoss, reads, takes_blocks
 
 LOGITS = 2**27
 """The most logits of a step that ``anchors`` allows: half a gigabyte in float32, of which a step holds several tensors."""
@@ -38,7 +38,7 @@ class Kind:
 
     Attributes:
         head: its class. k: how many tokens are drafted at once by default. length: ``(name, more)``, where ``from_target`` takes ``name=k + more``; ``None``:
-            the head drafts any number. factor: of the loss from one depth to the next. own: a head's loss as its authors train it, of one depth, or of whole blocks where the factor is not that of ``ByDepth``. rounds: of ``Blocks``, for this
+            the head drafts any number. factor: of the loss from one depth to the next. own: a head's loss as its authors train it, of one depth, or of whole blocks where the factor is not that of ``ByDepth``. rounds: of ``Corrected``, for this
             loss. blocks: how many transformer layers the head has by default, at most a quarter of the target's; 0: it always has one. settings: of
             ``from_target``. takes: which of ``mask_token`` and ``vocabulary`` recipes give to ``new``.
     """
@@ -107,9 +107,13 @@ class Kind:
         each = self.own(head) if name == "own" else mixed
         return each if isinstance(each, ByDepth) or takes_blocks(each) else ByDepth(each, self.factor)
 
-    def forward(self, name: str, k: int, anchors: int) -> Blocks:
-        """The forward for a loss of ``loss(name, ...)``, of ``anchors`` blocks of ``k`` tokens."""
-        return Blocks(k, anchors, self.rounds if name == "own" else 0)
+    def forward(self, name: str, head: HeadModel, k: int, anchors: int) -> Blocks:
+        """The forward for ``loss(name, head)``, of ``anchors`` blocks of ``k`` tokens."""
+        return (
+            Corrected(k, anchors, self.rounds)
+            if "block" in reads(self.loss(name, head))
+            else Blocks(k, anchors)
+        )
 
 
 FLASH = math.exp(-1 / 4)
@@ -230,6 +234,6 @@ def mask_token_of(tokenizer: Any, target: Any) -> int | None:
     return None
 
 
-def anchors(vocab_size: int, k: int, batch: int, most: int = 256) -> int:
-    """How many blocks of ``k`` tokens of each sequence a step can train: ``most``, or as many as keep its logits below ``LOGITS``, but at least 8."""
-    return max(8, min(most, LOGITS // (batch * k * vocab_size)))
+def anchors(vocab_size: int, k: int, batch: int, most: int = 256, passes: int = 1) -> int:
+    """How many blocks of ``k`` tokens of each sequence a step can train: ``most``, or as many as keep the logits of its ``passes`` below ``LOGITS``, but at least 8."""
+    return max(8, min(most, LOGITS // (batch * k * vocab_size * passes)))

@@ -5,7 +5,7 @@ As they are trained by Domino (arXiv 2605.29707), LiLiCorr (arXiv 2608.20530), X
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ class ChoiceLoss:
         top_k: the head's. hard: weight of the cross-entropy with the text, of the head's distribution renormalised on the candidates. penalty: weight of the expectation under that distribution of how much lower
             the target's logit of a candidate is than that of the text's token (0 where it is higher). margin: weight of ``max(0, gap - lead)``,
             where the lead is the logit of the text's token less that of the best other candidate.
-        prefix: a position counts only if the text is among the candidates at all depths before it, too.
+        prefix: a position counts only if the text is among the candidates at all depths before it, too, and with masked data only if its whole block is kept.
     Raises:
         ValueError: no candidates, a negative weight, or all weights zero.
     """
@@ -72,7 +72,9 @@ class ChoiceLoss:
             lead = scores.where(text, 0).sum(-1) - scores.masked_fill(text, float("-inf")).amax(-1)
             each = each + self.margin * (self.gap - lead).clamp(min=0)
         counted = text.any(-1)
-        counted = counted.long().cumprod(-1).bool() if self.prefix else counted
+        if self.prefix:
+            counted = counted.long().cumprod(-1).bool()
+            kept = None if kept is None else kept.all(-1, keepdim=True)
         return mean_of(each, counted if kept is None else counted & kept)
 
 
@@ -83,9 +85,10 @@ class WithBlock:
     Args:
         loss, block: of whole blocks, ``(logits, target_logits, tokens) -> scalar``. weight: of ``block``.
         fades: ``(1 - w) * loss + w * block`` instead, where w falls from ``weight`` to 0 in the course of a training: Domino's curriculum (arXiv 2605.29707). Validation has w = 0.
-        rounds: weight of the mean of ``loss`` over the rounds of ``forward.Blocks(rounds=...)``, XPress's consistency (arXiv 2608.02438).
+        rounds: weight of the mean of ``loss`` over the rounds of ``forward.Corrected(rounds=...)``, XPress's consistency (arXiv 2608.02438).
     Raises:
-        ValueError: a negative weight, one above 1 that fades, or, in a call, a head without such logits, or a forward without rounds.
+        ValueError: a negative weight, one above 1 that fades, a ``block`` that reads more than logits, a ``loss`` that reads ``progress`` or ``rounds``, or, beside rounds, a confidence; in a call:
+            a forward without such logits, or without rounds.
     """
 
     loss: Callable[..., Tensor]
@@ -101,6 +104,12 @@ class WithBlock:
                 raise ValueError(f"{name} is {weight}: a weight is at least 0")
         if self.fades and self.weight > 1:
             raise ValueError(f"weight is {self.weight}: a share that fades is at most 1")
+        more = set(reads(self.loss)) & ({"progress", "rounds"} | ({"confidence"} if self.rounds else set()))
+        for name, found in (("block", reads(self.block)), ("loss", tuple(more))):
+            if found:
+                raise ValueError(
+                    f"{name} reads {found[0]}, which it does not get here: give a loss that does not"
+                )
 
     @property
     def needs_target(self) -> bool:
@@ -118,19 +127,15 @@ class WithBlock:
         tokens: Tensor,
         *,
         block: Tensor,
-        rounds: Tensor | None = None,
+        rounds: Sequence[Tensor] | None = None,
         progress: Tensor | float = 1.0,
         **more: Any,
     ) -> Tensor:
-        """``logits``, ``target_logits``, ``block [B, A, k, V]``, ``rounds [R, B, A, k, V]``, ``tokens`` and what else there is ``[B, A, k]``; ``progress``: the share of the training that is done."""
+        """``logits``, ``target_logits``, ``block`` and each of ``rounds`` ``[B, A, k, V]``, ``tokens`` and what else there is ``[B, A, k]``; ``progress``: the share of the training that is done."""
         if block is None or (self.rounds and rounds is None):
+            what = "the logits of a block before it is corrected" if block is None else "rounds"
             raise ValueError(
-                f"loss is a {type(self).__name__} and reads the logits of a block before they are corrected"
-                + (
-                    ", which this head does not have"
-                    if block is None
-                    else ", and rounds: give forward=Blocks(rounds=...)"
-                )
+                f"loss is a {type(self).__name__} and reads {what}: give forward=Corrected(...), with rounds if it reads them"
             )
         kept = {name: more.pop(name) for name in ("kept",) if name in more}
         own = {**kept, **more, **({"block": block} if "block" in reads(self.loss) else {})}

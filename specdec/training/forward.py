@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 from specdec.arguments import at_least
 from specdec.masks import Mask, for_model, sees, streaming
 from specdec.masks.sight import check_length, check_sight
-from specdec.training.anchored import layers_of, rounds, steps
+from specdec.training.anchored import Step, layers_of, rounds, steps
 from specdec.training.passes import k_pass
 from specdec.training.states import Batch
 
@@ -40,14 +40,14 @@ class Drafted(NamedTuple):
 
     ``logits [B, A, k, V]`` of ``k`` depths after ``A`` anchors (``[..., K]`` over a reduced vocabulary); ``at [B, A, k]`` the positions that
     they follow: they are over ``tokens[b, at + 1]``. ``confidence [B, A, k]``: logits of the head's confidence, if it has one. ``block [B, A, k, V]``: logits of a corrected head before the
-    correction. ``rounds [R, B, A, k, V]``: those of ``Blocks.rounds``.
+    correction. ``rounds``: logits ``[B, A, k, V]`` of each of ``Corrected.rounds``.
     """
 
     logits: Tensor
     at: Tensor
     confidence: Tensor | None = None
     block: Tensor | None = None
-    rounds: Tensor | None = None
+    rounds: tuple[Tensor, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,20 +58,17 @@ class Blocks:
         k: tokens of a block. anchors: how many positions of a text begin a block in training, drawn at random without repetition;
             ``None``: all. In validation, and in a call without ``draws``, the blocks lie side by side. If the batch has a mask, the
             positions are drawn among those whose next token is in it; where these are too few, others fill up, and count nothing.
-        rounds: how many passes a corrected head makes over its own most probable tokens (``anchored.rounds``), for ``losses.WithBlock(rounds=...)``.
     Raises:
-        ValueError: a number that is too low; in a call: a text that is too short for one block, or rounds of a head that corrects no block.
+        ValueError: a number below 1; in a call: a text that is too short for one block.
     """
 
     k: int = 5
     anchors: int | None = None
-    rounds: int = 0
 
     def __post_init__(self) -> None:
         at_least(1, "k", self.k, "give at least 1")
         if self.anchors is not None:
             at_least(1, "anchors", self.anchors, "give at least 1, or None for all positions")
-        at_least(0, "rounds", self.rounds, "give 0 for none")
 
     def layers(self, draft: Any) -> tuple[int, ...]:
         """As ``KPass.layers``."""
@@ -81,19 +78,17 @@ class Blocks:
         self, draft: Any, batch: Batch, draws: Sequence[np.random.Generator] | None = None
     ) -> Drafted:
         """Blocks of a batch; ``draws``: a generator for each of its texts."""
-        anchors, tokens = self.places(batch, draws), batch.tokens
-        if self.rounds and not draft.corrected:
-            raise ValueError(
-                f"rounds is {self.rounds}, and a {type(draft).__name__} corrects no block: leave it at 0"
-            )
-        made = list(steps(draft, tokens, layers_of(draft, batch), self.k, anchors))
+        anchors = self.places(batch, draws)
+        made = list(steps(draft, batch.tokens, layers_of(draft, batch), self.k, anchors))
+        return self.of(draft, made, anchors)
+
+    def of(self, draft: Any, made: Sequence[Step], anchors: Tensor) -> Drafted:
+        """What the steps ``made`` after ``anchors`` say."""
         sure = [one.confidence for one in made if one.confidence is not None]
         return Drafted(
             torch.stack([one.logits for one in made], 2),
-            anchors[..., None] + torch.arange(self.k, device=tokens.device),
+            anchors[..., None] + torch.arange(self.k, device=anchors.device),
             torch.stack(sure, 2) if sure else None,
-            draft.uncorrected(made[0].memo)[..., : self.k, :] if draft.corrected else None,
-            torch.stack(rounds(draft, made, self.rounds)) if self.rounds else None,
         )
 
     def places(self, batch: Batch, draws: Sequence[np.random.Generator] | None = None) -> Tensor:
@@ -122,6 +117,29 @@ def _drawn(one: np.random.Generator, count: int, wanted: int, shown: Any) -> np.
     inside, outside = np.flatnonzero(shown), np.flatnonzero(~shown)
     drawn = one.choice(inside, min(wanted, len(inside)), replace=False)
     return np.sort(np.concatenate([drawn, outside[: wanted - len(drawn)]]))
+
+
+@dataclass(frozen=True)
+class Corrected(Blocks):
+    """``Blocks`` of a head that is ``corrected``, with the logits of its block before they are corrected, for ``block_losses.WithBlock``.
+
+    Args:
+        rounds: how many passes the correction makes over its own most probable tokens (``anchored.rounds``), for ``WithBlock(rounds=...)``.
+    Raises:
+        ValueError: as for ``Blocks``, or fewer rounds than 0.
+    """
+
+    rounds: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(0, "rounds", self.rounds, "give 0 for none")
+
+    def of(self, draft: Any, made: Sequence[Step], anchors: Tensor) -> Drafted:
+        """As ``Blocks.of``."""
+        block = draft.uncorrected(made[0].memo)[..., : self.k, :]
+        again = tuple(rounds(draft, made, self.rounds)) if self.rounds else None
+        return super().of(draft, made, anchors)._replace(block=block, rounds=again)
 
 
 def drafted(forward: Any, draft: Any, batch: Batch, draws: Sequence[np.random.Generator] | None) -> Drafted:

@@ -42,9 +42,21 @@ def needs_target(loss: Any) -> bool:
     return getattr(loss, "needs_target", True)
 
 
+READS = ("confidence", "accepted", "block", "rounds", "progress")
+
+
 def reads(loss: Any) -> tuple[str, ...]:
-    """The keywords that a loss is called with beside ``kept``: of ``confidence``, ``accepted``, ``block``, ``rounds`` and ``progress``. A function gets none."""
-    return getattr(loss, "reads", ())
+    """The keywords that a loss is called with beside ``kept``, some of ``READS``; a function gets none.
+
+    Raises:
+        ValueError: it reads something else.
+    """
+    found: tuple[str, ...] = getattr(loss, "reads", ())
+    if isinstance(found, str) or not set(found) <= set(READS):
+        raise ValueError(
+            f"loss has reads = {found!r}: give a tuple of some of {', '.join(READS)} (kept comes with masked data)"
+        )
+    return found
 
 
 def takes_blocks(loss: Any) -> bool:
@@ -250,6 +262,11 @@ class ByDepth:
         if takes_blocks(self.loss):
             raise ValueError(
                 f"loss is a {type(self.loss).__name__}, which takes whole blocks: give it without ByDepth"
+            )
+        wide = set(reads(self.loss)) & {"block", "rounds", "progress"}
+        if wide:
+            raise ValueError(
+                f"loss reads {wide.pop()}, which ByDepth does not divide by depth: give a loss of whole blocks (with whole = True) without ByDepth"
             )
         given = [self.weights] if isinstance(self.weights, (int, float)) else list(self.weights)
         if not given or not all(weight > 0 for weight in given):

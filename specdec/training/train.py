@@ -27,7 +27,8 @@ from specdec.drafts.spire.model import SpireModel
 from specdec.forward.ends import Ends
 from specdec.models.fingerprint import fingerprint, unwrapped
 from specdec.training import checkpoints
-from specdec.training.forward import Blocks, KPass, Parallel, drafted
+from specdec.training.block_losses import ChoiceLoss, WithBlock
+from specdec.training.forward import Blocks, Corrected, KPass, Parallel, drafted
 from specdec.training.losses import ByDepth, CombinedLoss, MixedLoss, needs_target, reads
 from specdec.training.muon import quick
 from specdec.training.parallel_blocks import ParallelBlocks
@@ -136,10 +137,10 @@ def train(
         data: ``States``, or sequences of equally many ids ``[N, L + 1]`` (the target then runs in every step), or either as
             ``sources.Masked`` with the tokens to learn. All sequences are used once in random order, then again in another order.
         loss: called with the draft's and the target's logits ``[B, A, k, V]`` and the tokens ``[B, A, k]`` of blocks (``k`` is 1 where the
-            forward has none); with ``Masked`` data also with ``kept [B, A, k]``, the tokens that count. By default ``MixedLoss()``, for heads weighted by ``ByDepth`` with a factor of 0.8, and DSpark's own for a
+            forward has none); with ``Masked`` data also with ``kept [B, A, k]``, the tokens that count, and with the keywords in its tuple ``reads`` (``losses.READS``), if it has one. By default ``MixedLoss()``, for heads weighted by ``ByDepth`` with a factor of 0.8, and DSpark's own for a
             head with a confidence.
         forward: ``(draft, batch) -> logits`` with ``layers(draft)``; by default ``Blocks()`` for a head, of at most 5
-            tokens, or of at most 16 for a head that drafts in one pass, ``KPass()`` for a ``SpireModel``, ``ParallelBlocks()`` for a model whose config names a mask token, and ``Parallel()`` otherwise.
+            tokens, or of at most 16 for a head that drafts in one pass (``Corrected()`` if the loss reads a block), ``KPass()`` for a ``SpireModel``, ``ParallelBlocks()`` for a model whose config names a mask token, and ``Parallel()`` otherwise.
         validation: as ``data``. checkpoint: a file to continue from and to write.
         on_validation: called with each row of the curve. on_step: called after each step with its step, tokens, loss and rate.
         accelerator: an ``accelerate.Accelerator``, such as ``Accelerator(cpu=True)``, or one with trackers (``log_with=...``): they get what
@@ -156,7 +157,8 @@ def train(
         raise TypeError(f"settings is {settings!r}: give Settings(...)")
     settings, own_forward = settings or Settings(), forward is not None
     head, spire = isinstance(draft, HeadModel), isinstance(draft, SpireModel)
-    forward, loss = forward or _forward(draft), loss or _loss(draft)
+    loss = loss or _loss(draft)
+    forward = forward or _forward(draft, loss)
     if head or spire:
         draft.check_target(target)
     target = unwrapped(target)
@@ -171,12 +173,8 @@ def train(
         raise ValueError(
             f"loss is {loss!r}, which trains a confidence that this {type(draft).__name__} does not have"
         )
-    if "block" in reads(loss) and not (head and draft.corrected):
-        raise ValueError(
-            f"loss is {loss!r}, and this {type(draft).__name__} has no block of logits that it corrects: give a loss of its logits alone"
-        )
-    if "rounds" in reads(loss) and not (isinstance(forward, Blocks) and forward.rounds):
-        raise ValueError(f"loss is {loss!r}, which reads rounds: give forward=Blocks(..., rounds=3)")
+    if "block" in reads(loss) or isinstance(forward, Corrected):
+        _check_corrected(draft, loss, forward)
     accelerator = Accelerator() if accelerator is None else accelerator
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     if settings.batch % world:
@@ -306,12 +304,33 @@ def train(
     return report
 
 
-def _forward(draft: Any) -> Any:
+def _forward(draft: Any, loss: Any) -> Any:
     if isinstance(draft, HeadModel):
-        return Blocks(min(ONE_PASS if draft.block_slots else 5, draft.longest or 5))
+        k = min(ONE_PASS if draft.block_slots else 5, draft.longest or 5)
+        return Corrected(k, rounds=3 * ("rounds" in reads(loss))) if "block" in reads(loss) else Blocks(k)
     if isinstance(draft, SpireModel):
         return KPass()
     return Parallel() if parallel_token(draft.config) is None else ParallelBlocks()
+
+
+def _check_corrected(draft: Any, loss: Any, forward: Any) -> None:
+    """Refuse a loss of a block and its correction, or a forward that gives both, where something is lacking."""
+    if not (isinstance(draft, HeadModel) and draft.corrected):
+        raise ValueError(
+            f"draft is a {type(draft).__name__}, which has no block of logits that it corrects: give another loss than {loss!r}, and Blocks as forward"
+        )
+    if isinstance(forward, Blocks) and not isinstance(forward, Corrected) and "block" in reads(loss):
+        raise ValueError(
+            f"loss is {loss!r}, which reads a block before it is corrected: give forward=Corrected(...) in place of {forward!r}"
+        )
+    if isinstance(forward, Corrected) and "rounds" in reads(loss) and not forward.rounds:
+        raise ValueError(f"loss is {loss!r}, which reads rounds: give forward=Corrected(..., rounds=3)")
+    choice = loss.loss if isinstance(loss, WithBlock) else loss
+    if isinstance(choice, ChoiceLoss) and choice.top_k != draft.top_k:
+        raise ValueError(
+            f"top_k of {choice!r} is {choice.top_k}, and this {type(draft).__name__} "
+            + ("has no candidates" if draft.top_k is None else f"chooses among {draft.top_k} candidates")
+        )
 
 
 def _loss(draft: Any) -> Any:

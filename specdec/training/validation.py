@@ -59,8 +59,9 @@ class Judge:
         tokens = _rows(batch.tokens, made.at + 1)
         tokens = tokens if self.ids is None else self.numbers.to(tokens.device)[tokens]
         final = _rows(batch.final, made.at) if self.needs else batch.final
-        there = made._asdict() | {"progress": torch.tensor(progress, device=tokens.device)}
-        more = {name: there[name] for name in self.reads if name != "accepted"}
+        more = {name: value for name, value in made._asdict().items() if name in self.reads}
+        if "progress" in self.reads:
+            more["progress"] = torch.full((), progress, device=tokens.device)
         if counted is None:
             return value(made.logits, final, tokens, more)
         return value(made.logits, final, tokens.where(counted, ABSENT), {**more, "kept": counted})
@@ -68,13 +69,15 @@ class Judge:
     def _value(self, logits: Tensor, final: Tensor, tokens: Tensor, more: dict[str, Any]) -> Tensor:
         logits = logits.float()
         wanted = self.law(final).float() if self.needs else logits
-        for name in ("confidence", "block", "rounds"):
+        for name in ("confidence", "block"):
             if more.get(name) is not None:
                 more = {**more, name: more[name].float()}
-        if self.ids is not None and self.needs:
-            if "accepted" in self.reads:
-                more = {**more, "accepted": self.accepted(logits.detach(), wanted)}
-            wanted = wanted[..., self.ids]
+        if more.get("rounds") is not None:
+            more = {**more, "rounds": [one.float() for one in more["rounds"]]}
+        reduced = self.ids is not None and self.needs
+        if "accepted" in self.reads:
+            more = {**more, "accepted": self.accepted(logits.detach(), wanted) if reduced else None}
+        wanted = wanted[..., self.ids] if reduced else wanted
         return self.loss(logits, wanted, tokens, **more)
 
     def accepted(self, logits: Tensor, wanted: Tensor) -> Tensor:
@@ -103,7 +106,8 @@ class Judge:
             made = self._fitted(drafted(forward, draft, states, None))
             if not hasattr(forward, "k"):  # [B, T, 1, V]
                 whole = made.logits.shape[1] // 4 * 4
-                made = Drafted(*(x[:, :whole].reshape(len(x), -1, 4, *x.shape[3:]) for x in made[:2]))
+                logits, at = (x[:, :whole].reshape(len(x), -1, 4, *x.shape[3:]) for x in made[:2])
+                made = Drafted(logits, at)
             a = self.accepted(made.logits.float(), self.law(_rows(states.final, made.at)).float())
             weight, inside = len(which), kept(states, made)
             if inside is not None:

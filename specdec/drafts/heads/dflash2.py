@@ -136,7 +136,7 @@ class DFlash2(DFlash):
                 f"conv_group is {conv_group}: give a divisor of the hidden size, {config.hidden_size}"
             )
         super().__init__(config, taps, blocks=blocks, **sizes, **shared)
-        self.top_k = min(top_k, self.outputs)
+        self.top_k: int = min(top_k, self.outputs)
         self.layers = nn.ModuleList(ConvBlock(config, conv_size, conv_group) for _ in range(blocks))
         self.candidate_selector = Selector(self.vocab_size, self.outputs, config.hidden_size, rank)
 

@@ -208,7 +208,7 @@ class LiLiCorr(DFlash):
             config, taps, blocks=blocks, top_k=top_k, inner=inner, layers=layers, heads=heads, mlp_ratio=mlp_ratio, factors=factors, scale=scale,
             vector_eps=vector_eps, conv_size=conv_size, conv_group=conv_group, **shared,
         )  # fmt: skip
-        self.top_k = min(top_k, self.outputs)
+        self.top_k: int = min(top_k, self.outputs)
         if conv_size:
             self.layers = nn.ModuleList(ConvBlock(config, conv_size, conv_group) for _ in range(blocks))
         self.lilicorr = Correlator(

@@ -48,7 +48,7 @@ class HeadModel(StoredHead):
             slots its first step asks for at most; 0: each step asks for one, or for none.
         leading: whether ``read`` gets each text's first token, too, as the ``following`` of a position before the first, whose activations are zeros; the positions of all passes are then
             one higher. marginal: whether no logits depend on tokens after the anchor. confident: whether it has the method ``confidence``. corrected: whether its first
-            step computes logits of a whole block, which each step corrects by the tokens before, from the memo alone; it has the method ``uncorrected``.
+            step computes logits of a whole block, which each step corrects by the tokens before, from the memo alone; it has the method ``uncorrected``. top_k: how many best tokens of each slot the correction chooses among; ``None``: it has no such choice.
         target_width: of the target's activations, where the head has another one.
         ends: the target's embedding, final norm and output matrix; ``None`` before ``bound``. kernels: what computes some parts faster while
             it decodes; ``drafts.Head`` chooses them.
@@ -59,6 +59,7 @@ class HeadModel(StoredHead):
     longest: int | None = None
     marginal = confident = corrected = leading = False
     target_width: int | None = None
+    top_k: int | None = None
     supports_trees = True  # ``build`` asks every draft's model
     ends: Ends | None = None
     kernels: Kernels | None = None
