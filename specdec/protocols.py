@@ -156,7 +156,7 @@ class KeepsTexts(Protocol):
     def keep_texts(self, cache: Any, context: Context, rows: Sequence[int]) -> None:
         """Texts have ended: row i of ``context`` is row ``rows[i]`` of the cache, which lacks the last token of the text and may hold accepted tokens beyond it.
 
-        Executors call it on the target, unless the draft reads activations that the target does not note; ``drafts.Model`` and ``drafts.Tree`` call it on their model.
+        Executors call it on the target, but for a draft that reads activations only if the target notes them (``NotesActivations``), and not under ``Ahead``; ``drafts.Model`` and ``drafts.Tree`` call it on their model.
         """
         ...
 
@@ -166,7 +166,7 @@ class NotesActivations(Protocol):
     """A model that keeps texts with the activations that a draft reads."""
 
     def note(self, cache: Any, round: Round) -> None:
-        """A round ended, of all rows of the cache, which has not let go of any. Executors call it after each round whose draft reads activations, before ``keep_texts``."""
+        """A round ended, of all rows of the cache, which has not let go of any. Executors whose rounds have activations call it after each round, before ``keep_texts``, if the draft reads activations."""
         ...
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -576,21 +577,127 @@ def test_an_answer_whose_prompt_was_dropped_is_not_kept():
     assert len(model.prefixes._find(np.array([*SYSTEM, *out.ids[0][:-1]]), decoder.draft.info.taps)) == 7
 
 
-def test_a_position_that_was_left_out_ends_what_is_noted():
+def recorded(prompts, n, length=2):
+    """Rounds of a draft that reads activations."""
+    decoder = sd.decoder(sd.HFModel(tiny("llama"))).build()
+    decoder, rounds = (
+        sd.decoder(decoder.target).draft(reader("head", decoder.target), length=length).build(),
+        [],
+    )
+    decoder.generate(prompts, n, on_round=rounds.append)
+    return rounds
+
+
+def test_what_is_noted_of_rows():
+    """Positions that follow are added, those that are fed again take the place of the old ones, and what follows a gap stands alone."""
     from specdec.cache.noted import noted
 
-    model = sd.HFModel(tiny("llama"))
-    decoder = sd.decoder(model).draft(reader("head", model), length=2).build()
-    rounds = []
-    decoder.generate([SYSTEM[:5], SYSTEM[:7]], 6, on_round=rounds.append)
+    rounds = recorded([SYSTEM[:5], SYSTEM[:7]], 6)
     known = noted([None, None], rounds[0], [0, 4])
     assert [(one.first, one.end) for one in known] == [(0, 5), (4, 7)]
-    skipped = noted(list(known), rounds[2], [0, 4])
-    assert skipped == [None, None]
-    after = noted(list(known), rounds[1], [0, 4])
-    assert [one.joined().end for one in after] == [
-        n + int(c) - 1 for n, c in zip(rounds[1].context.length.tolist(), rounds[1].verdict.accepted + 1)
-    ]
+    after = noted(known, rounds[1], [0, 4])
+    ends = (rounds[1].context.length + rounds[1].verdict.accepted).tolist()
+    assert [(one.first, one.end) for one in after] == [(0, ends[0]), (4, ends[1])]
+    skipped = noted(known, rounds[2], [0, 4])
+    assert [one.first for one in skipped] == [n - 1 for n in rounds[2].context.length.tolist()]
+    again = noted(after, rounds[0], [0, 4])
+    for one, same in zip(again, noted([None, None], rounds[0], [0, 0])):
+        assert (one.first, one.end) == (same.first, same.end)
+    back = noted(after, rounds[1], [0, 4])
+    for one, same in zip(back, after):
+        assert (one.first, one.end) == (same.first, same.end)
+        for tap, x in one.layers.items():
+            assert torch.equal(x, same.layers[tap])
+    fed = rounds[2].scores.fed
+    hole = sd.types.Fed(fed.layers, fed.row, fed.position * 2, fed.node)
+    scores = dataclasses.replace(rounds[2].scores, fed=hole)
+    if (rounds[2].verdict.accepted > 0).any():
+        found = noted([None, None], dataclasses.replace(rounds[2], scores=scores), [0, 0])
+        assert [one is None for one in found] == (rounds[2].verdict.accepted > 0).tolist()
+
+
+def test_a_row_keeps_the_memory_of_its_own_activations():
+    """And of the last rounds, whose tensors are those of all rows."""
+    from specdec.cache.noted import ROUNDS, noted
+
+    rounds, known = recorded([[n, *SYSTEM[:5]] for n in range(16)], 60), [None] * 16
+    for round in rounds:
+        if round.context.batch < 16:
+            break
+        known = noted(known, round, [0] * 16)
+    one = known[0]
+    assert len(one.recent) < ROUNDS
+    held = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+        for part in one.own
+        for x in part.values()
+    }
+    assert sum(held.values()) <= one.bytes
+    assert one.bytes == sum(x.nbytes for x in one.layers.values())
+    assert len(one.own) <= 4
+    assert copy.deepcopy(one).layers.keys() == one.layers.keys()
+
+
+def test_notes_keep_to_the_limit_and_to_the_memory(monkeypatch):
+    prompt, out = [SYSTEM], {}
+    for limit in (GIB, 30_000):
+        model = sd.HFModel(tiny("llama"), prefix_cache=limit)
+        decoder = sd.decoder(model).draft(reader("head", model), length=3).build()
+        out[limit] = decoder.generate(prompt, 60).ids
+        assert model.prefixes.bytes <= limit
+    model = sd.HFModel(tiny("llama"), prefix_cache=GIB)
+    decoder = sd.decoder(model).draft(reader("head", model), length=3).build()
+    calls = []
+
+    def fails(*args):
+        calls.append(1)
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(prefixes, "noted", fails)
+    assert decoder.generate(prompt, 60).ids == out[GIB] == out[30_000]
+    assert len(calls) == 1  # the row is given up
+    assert len(model.prefixes._held) == 5
+
+
+def test_a_text_that_was_taken_back_is_kept_as_it_is():
+    """An executor that takes back committed tokens and goes on otherwise."""
+    model = sd.HFModel(tiny("llama"), prefix_cache=GIB)
+    decoder = sd.decoder(model).draft(reader("head", model), length=3).build()
+    taps, cache = decoder.draft.info.taps, model.cache(1, 160)
+
+    def read(text):
+        context = sd.Context.of([text], 160)
+        scores = model.score(cache, context, taps=taps)
+        none = torch.zeros(1, dtype=torch.long)
+        verdict = sd.types.Verdict(
+            torch.zeros(1, 0, dtype=torch.long), none, none, torch.zeros(1, 1, dtype=torch.long)
+        )
+        round = sd.types.Round.of(
+            context, sd.Proposal.none(1), scores, verdict, none + 1, none, torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.bool), None,
+        )  # fmt: skip
+        model.note(cache, round)
+
+    other = [*SYSTEM[:30], *(n + 1 for n in SYSTEM[30:]), *SYSTEM[:20]]
+    for text in (SYSTEM[:20], SYSTEM, other, [*other, 9]):
+        read(text)
+    model.keep_texts(cache, sd.Context.of([[*other, 9, 9]], 160), [0])
+    blocks = model.prefixes._find(np.array(other), taps)
+    assert len(blocks) == len(other) // 8
+    whole = sd.HFModel(tiny("llama"))
+    seen = whole.score(whole.cache(1, 160), sd.Context.of([other], 160), taps=taps).fed.layers
+    for i, block in enumerate(blocks):
+        for tap, x in block.seen.items():
+            torch.testing.assert_close(x, seen[tap][8 * i : 8 * i + 8])
+
+
+def test_blocks_without_what_the_draft_reads_are_not_kept():
+    """An executor that tells the target of ends, and not of rounds."""
+    model = sd.HFModel(tiny("llama"), prefix_cache=GIB)
+    cache, text = model.cache(1, 160), [*SYSTEM, *range(20)]
+    model.score(cache, sd.Context.of([SYSTEM], 160), taps=(1, 2))
+    model.score(cache, sd.Context.of([text], 160), taps=(1, 2))
+    model.keep_texts(cache, sd.Context.of([[*text, 9]], 160), [0])
+    assert [sorted(block.seen) for block in model.prefixes._held.values()] == [[1, 2]] * 5
 
 
 @pytest.mark.parametrize("look", [False, True])

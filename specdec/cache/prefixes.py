@@ -53,9 +53,10 @@ class Block(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """What is known of a row that is being read: the ``version`` of the weights that it began with, and the activations of its answer, if a draft reads them."""
+    """What is known of a row that is being read: the ``version`` of the weights that it began with, the layers ``taps`` that a draft reads, and what was noted of these."""
 
     version: Signs | None
+    taps: tuple[int, ...]
     noted: Noted | None = None
 
 
@@ -126,7 +127,7 @@ class PrefixCache(Kept[Key, Block]):
             if self._changed():
                 return NOTHING
             for b in rows:
-                cache.begun[b] = Begun(self.version)
+                cache.begun[b] = Begun(self.version, tuple(taps))
                 same = common(np.array(cache.row(b), dtype=np.int64), words[b, : length[b]])
                 lent[b], held[b] = self._find(words[b, : length[b] - 1], taps), same // SIZE
                 self.asked += length[b] - same
@@ -148,13 +149,24 @@ class PrefixCache(Kept[Key, Block]):
         return Lent(self, lent)
 
     def note(self, cache: Cache, round: Round) -> None:
-        """Note the activations that a round has of its rows' answers, and of the ends of their prompts that fill no block."""
-        if not any(cache.begun):
+        """Note the activations that a round has of its rows' answers, and of the ends of their prompts that fill no block. If they take more memory than the
+        limit, or than there is, these texts are not kept."""
+        mine: list[Begun | None] = [
+            one if one and one.version is self.version else None for one in cache.begun
+        ]
+        if not any(mine):
             return
         begin = [SIZE * (n // SIZE) for n in round.context.length.tolist()]
-        with torch.inference_mode(False), torch.no_grad():
-            now = noted([one and one.noted for one in cache.begun], round, begin)
-        cache.begun = [one and one._replace(noted=more) for one, more in zip(cache.begun, now)]
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                now = noted([one and one.noted for one in mine], round, begin)
+        except (MemoryError, torch.OutOfMemoryError):
+            mine = []
+        else:
+            mine = [one and one._replace(noted=more) for one, more in zip(mine, now)]
+        if sum(one.noted.bytes for one in mine if one and one.noted) > self.limit:
+            mine = []
+        cache.begun = mine or [None] * len(cache.begun)
 
     def keep_ended(self, cache: Cache, rows: Iterable[int]) -> None:
         """Keep the full blocks of ``rows``, whose texts have ended, answers included, unless weights have changed since the rows began to be read."""
@@ -171,22 +183,23 @@ class PrefixCache(Kept[Key, Block]):
                 for b in rows:
                     begun = cache.begun[b]
                     if begun is not None and begun.version is self.version:
-                        known = begun.noted if fed is None else _of_row(fed, b)
-                        self._keep(cache, b, None if known is None else known.joined())
+                        self._keep(cache, b, begun.taps, begun.noted if fed is None else _of_row(fed, b))
             except (MemoryError, torch.OutOfMemoryError):
                 self._clear()
 
-    def _keep(self, cache: Cache, b: int, known: Noted | None) -> None:
+    def _keep(self, cache: Cache, b: int, taps: Sequence[int], known: Noted | None) -> None:
         text, before, path, total = np.array(cache.row(b), dtype=np.int64), 0, list[Key](), 0
-        layers = {} if known is None else known.layers
+        layers: Mapping[int, Tensor] | None = None
         for at in range(0, len(text) - SIZE + 1, SIZE):
             key = (before, text[at : at + SIZE].tobytes())
             block = old = self._held.get(key)
-            if block is None or not block.seen.keys() >= layers.keys():
-                if known is not None and not known.first <= at <= known.end - SIZE:
-                    break  # what this block had been kept with was dropped, and its activations are not known any more
-                first = 0 if known is None else at - known.first
-                seen = {tap: x[first : first + SIZE].clone() for tap, x in layers.items()}
+            if block is None or not block.seen.keys() >= set(taps):
+                seen = dict[int, Tensor]()
+                if taps:
+                    if known is None or not known.first <= at <= known.end - SIZE:
+                        break  # its activations are not known (any more)
+                    layers, first = layers or known.layers, at - known.first
+                    seen = {tap: layers[tap][first : first + SIZE].clone() for tap in taps}
                 block = self._made(cache, b, at, seen, block)
             total += block.bytes
             if total > self.limit:
@@ -223,4 +236,4 @@ def _of_row(fed: Fed, b: int) -> Noted:
     first, end = int(row[0]), int(row[-1]) + 1
     together = end - first == len(row)
     layers = {tap: x[first:end] if together else x[to_device(row, x.device)] for tap, x in fed.layers.items()}
-    return Noted(None, 0, layers)
+    return Noted(0, len(row), (), (layers,))
