@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specdec.arguments import number
@@ -63,6 +64,13 @@ class Chain:
     ) -> Proposal:
         """As ``Grower.grow``."""
         draw, known = ChainDraw(context, budget, sampling, stop=self.rules), given.shape[1]
+        if head.marginal and not self.stop:
+            each = list[Tensor]()
+            for n in range(known - 1 + draw.length):
+                logits, memo = head.step(n, memo, given[:, min(n, known - 1)], at)
+                each.append(logits)
+            draw.draw_all(head.widened(torch.stack(each[known - 1 :], 1)), rng)
+            return draw.proposal()
         token = given[:, 0]
         for n in range(known - 1 + draw.length):
             token = given[:, n] if n < known else token
