@@ -51,6 +51,7 @@ class StudySettings:
     window: int = option(64, "positions that a windowed head sees")
     sinks: int = option(1, "first positions that it sees")
     seed: int = option(0, "random seed (default: 0)")
+    kinds: bool = option(True, "tau of each kind of text, too")
     prompts: str | None = option(None, "JSON-lines file of more prompts (docs/lab.md)", metavar="FILE")
 
 
@@ -160,7 +161,8 @@ class Study:
             with self.replays(self.cut("test", context), ways, f"context {context}") as replays:
                 here = self.at | {"context": context}
                 if "tau" in s.parts:
-                    rows += contest.tau_rows(self.field, replays, self.reference, here)
+                    taus = contest.tau_rows(self.field, replays, self.reference, here)
+                    rows += [row for row in taus if s.kinds or row["domain"] == "all"]
                 if context == s.at:
                     rows += self.there(replays, cases, here)
                 if windows:
