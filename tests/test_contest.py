@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from specdec.lab.contenders import Contender, Way
 from specdec.lab.loading import draft_part
 from specdec.lab.prompt_file import Entry
 from specdec.lab.steady import Measured, Run
-from specdec.lab.turns import PLAIN, Turns, drafting_ms, taus_of
+from specdec.lab.turns import PLAIN, TimedWay, Turns, drafting_ms, taus_of
 from specdec.masks import streaming
 from specdec.stats import Stats
 from specdec.training.anchored import blocks
@@ -282,6 +283,23 @@ def test_a_cell_that_two_rows_fit_is_refused():
         markdown.table(rows, "r.json", {"name": "name"}, [markdown.Column("x", ("x",))], {})
 
 
+def test_a_slow_moment_chooses_no_length(monkeypatch):
+    """The runs of two lengths are in turn, and a middle one of each counts."""
+    seen = []
+
+    def steady(decoder, groups, count, turn):
+        seen.append((decoder, count, turn))
+        return SimpleNamespace(round_seconds=9.0 if seen[-1] == (4, 5, 2) else decoder / 10)
+
+    monkeypatch.setattr("specdec.lab.turns.steady", steady)
+    monkeypatch.setattr(Turns, "decoder", lambda self, case: case.k)
+    turns = Turns(None, [], [], 9, sd.Sampling(), 10, K)
+    near, far = turns._short([TimedWay(None, 4), TimedWay(None, 1)], [])
+    assert (near.round_seconds, far.round_seconds) == (0.4, 0.1)
+    assert [k for k, _, _ in seen] == [4, 1] * 4
+    assert [count for _, count, _ in seen[:3]] == [1, 1, 5]
+
+
 @pytest.mark.slow
 def test_recipe(tmp_path):
     target = sd.HFModel(*zoo.load("pocket-target"))
@@ -307,3 +325,18 @@ def test_recipe(tmp_path):
     (tmp_path / "results/h.json").write_text(file.read_text())
     assert [said for table in tables(text) for said in wrong(table, tmp_path)] == []
     assert len(list((tmp_path / "figures").glob("*.png"))) == 3
+    fewer = [
+        "--parts",
+        "tau",
+        "--temperatures",
+        "1",
+        "--no-kinds",
+        "--methods",
+        "pocket-vanilla",
+        "--json",
+        str(tmp_path / "f.json"),
+    ]
+    run("recipes/heads.py", *toy.split(), *fewer)
+    some = [r for r in report(tmp_path / "f.json") if r["part"] == "tau"]
+    assert {r["domain"] for r in some} == {"all"}
+    assert {(r["k"], r["context"]) for r in some} == {(k, n) for k in (1, 2, 3) for n in (24, 32)}

@@ -26,6 +26,7 @@ from specdec.sampling import Sampling
 from specdec.verifiers import BlockVerification, Rejection
 
 PLAIN = "plain"
+CHOICE = 3  # runs at each of two lengths, by which k is chosen
 LEAST_ROWS = 4  # smaller batches decode several groups of prompts
 OF_MODEL = (drafts.Model, drafts.Parallel)  # what reads prompts by itself
 
@@ -142,7 +143,7 @@ class Turns:
     ) -> list[TimedWay]:
         """For each method, drafting and verifier the case with the most tokens a second by τ over a round's time.
 
-        Of a chain, runs at two lengths give the time of a round, which is taken as linear in k. Trees of a method are timed as they are, and
+        Of a chain, a few runs at two lengths give the time of a round, which is taken as linear in k. Trees of a method are timed as they are, and
         its best one is kept.
 
         Args:
@@ -153,25 +154,28 @@ class Turns:
         for way in self.ways:
             replay = replays[way.label]
             if replay.chains:
-                near, far = (
-                    self._short(TimedWay(way, k), groups) for k in (min(4, way.longest), _far(way.longest))
-                )
-                lengths = range(1, way.longest + 1)
+                lengths = (min(4, way.longest), _far(way.longest))
+                near, far = self._short([TimedWay(way, k) for k in lengths], groups)
                 for verifier in verifiers:
-                    taus = [replay.efficiency(k, verifier).tau for k in lengths]
-                    made.append(TimedWay(way, promising(near, far, lengths, taus, 1)[0], verifier))
+                    taus = [replay.efficiency(k, verifier).tau for k in range(1, way.longest + 1)]
+                    best = promising(near, far, range(1, way.longest + 1), taus, 1)[0]
+                    made.append(TimedWay(way, best, verifier))
             else:
                 case = TimedWay(way, way.longest)
-                speed = replay.tau / self._short(case, groups).round_seconds
+                speed = replay.tau / self._short([case], groups)[0].round_seconds
                 if speed > trees.get(way.method, (0.0, case))[0]:
                     trees[way.method] = speed, case
         return made + [case for _, case in trees.values()]
 
-    def _short(self, case: TimedWay, groups: Sequence[Group]) -> Measured:
-        """One counted run of half the length, after one that warms up."""
-        decoder, count = self.decoder(case), max(1, self.new_tokens // 2)
-        steady(decoder, groups, max(1, count // 4))
-        return Measured(case.label, case.k, [steady(decoder, groups, count)])
+    def _short(self, cases: Sequence[TimedWay], groups: Sequence[Group]) -> list[Measured]:
+        """``CHOICE`` counted runs of half the length of each, in turn, after one that warms up."""
+        count, made = max(1, self.new_tokens // 2), [Measured(case.label, case.k, []) for case in cases]
+        for turn in range(CHOICE + 1):
+            for case, measured in zip(cases, made):
+                run = steady(self.decoder(case), groups, count if turn else max(1, count // 4), turn=turn)
+                if turn:
+                    measured.runs.append(run)
+        return made
 
 
 def _far(longest: int) -> int:
