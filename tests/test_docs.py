@@ -137,7 +137,8 @@ def test_the_commands_exist():
         script, *words = command.split()
         source = options_of(ROOT / script)
         for option in (word.partition("=")[0] for word in words if word.startswith("--")):
-            field = rf"^    {option.removeprefix('--').replace('-', '_')}: "
+            name = option.removeprefix("--").replace("-", "_")
+            field = rf"^    {name}: |^    {name.removeprefix('no_')}: bool = option\(True"
             assert f'"{option}"' in source or re.search(field, source, re.MULTILINE), f"{page}: {command}"
 
 

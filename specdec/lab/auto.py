@@ -1,4 +1,4 @@
-"""``sd.auto``: which draft, how many tokens of it, or none, at which batch, measured on this machine, and a decoder that decides it in every round."""
+"""``sd.auto``: which draft, how many tokens of it, or none, at which batch, measured on this machine, and a decoder that decides it as it goes on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Auto(Framed):
     """What was measured, and a decoder that acts on it.
 
     Attributes:
-        decoder: chooses for every row and round. rows: of every method that keeps one draft and length in the decoder's pool, of ``none`` there, and of plain
+        decoder: chooses for every row, again after 8 to 32 rounds and when a row ends or joins. rows: of every method that keeps one draft and length in the decoder's pool, of ``none`` there, and of plain
             decoding without a pool, at each batch.
         selector: the decoder's. builders: by method, of a decoder that uses no other.
     """
@@ -101,7 +101,7 @@ def auto(
     kind: Kind | None = None,
     refilled: bool = False,
 ) -> Auto:
-    """Measure drafts on prompts; ``.decoder`` of the result chooses a draft and a length, or none, for every row in every round.
+    """Measure drafts on prompts; ``.decoder`` of the result chooses a draft and a length, or none, for every row.
 
     Each draft decodes the prompts with each length, at each batch, in turn with plain decoding, and as a part of the pool that the decoder is; with its longest also half of
     each batch. That gives the seconds of its rounds and the chance that a draft's tokens are accepted. ``selectors.Planner`` decides by them, and by what the rows accept as they go on. The output has the target's
