@@ -40,7 +40,7 @@ from specdec.lab.options import option, parse
 from specdec.lab.own_text import OnOwnText, Part, frequent, split
 from specdec.lab.report import meta
 from specdec.lab.states import sequence_states, unrecorded
-from specdec.training.forward import Blocks
+from specdec.training.forward import Blocks, Corrected
 from specdec.training.muon import arithmetic, quick
 from specdec.training.sources import Masked, source_of
 from specdec.training.train import Trained, train
@@ -251,9 +251,10 @@ def made(s: Settings) -> tuple[Any, Any, HeadModel, Blocks]:
     # Whether it can decode shows before it is trained.
     sd.decoder((target, tokenizer)).draft(sd.drafts.Head(head), k).build()
     say(exported(s, target, head))
-    passes = 1 + (1 + KINDS[s.head].rounds if s.loss == "own" and head.corrected else 0)
+    forward = KINDS[s.head].forward(s.loss, head, k, 1)
+    passes = 2 + forward.rounds if isinstance(forward, Corrected) else 1
     count = s.anchors or anchors(head.vocab_size, k, s.batch, passes=passes)
-    return target, tokenizer, head, KINDS[s.head].forward(s.loss, head, k, count)
+    return target, tokenizer, head, dataclasses.replace(forward, anchors=count)
 
 
 def recorded(s: Settings, target: Any, data: Part, held: Part, layers: tuple[int, ...]) -> list[Any]:

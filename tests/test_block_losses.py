@@ -103,6 +103,12 @@ def test_lk_losses_by_hand():
     said = LKLoss()(logits, target, torch.zeros(5), kept)
     torch.testing.assert_close(said, (w * kl + (1 - w) * (1 - a))[kept].mean())
     torch.testing.assert_close(LKLoss(None)(logits, target, torch.zeros(5)), -a.log().mean())
+    # Where almost nothing is accepted, the gradient is that of -log q of the target's token.
+    far = torch.tensor([[0.0, 40.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    (steep,) = torch.autograd.grad(
+        LKLoss(None)(far, torch.tensor([[90.0, 0, 0]], dtype=torch.float64), torch.zeros(1)), far
+    )
+    torch.testing.assert_close(steep, torch.tensor([[-1.0, 1, 0]], dtype=torch.float64))
     # No gradient flows through the weight.
     q = logits.clone().requires_grad_()
     (mine,) = torch.autograd.grad(LKLoss()(q, target, torch.zeros(5)), q)

@@ -206,7 +206,7 @@ class LKLoss:
         p = log_p.exp()
         a = _overlap(log_q.exp(), p)
         if self.eta is None:
-            return mean_of(-a.clamp(min=1e-5).log(), kept)
+            return mean_of(-log_q.minimum(log_p).logsumexp(-1), kept)
         share = (-self.eta * a.detach()).exp()
         return mean_of(share * (p * (log_p - log_q)).sum(-1) + (1 - share) * (1 - a), kept)
 

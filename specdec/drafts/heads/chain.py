@@ -64,7 +64,7 @@ class Chain:
     ) -> Proposal:
         """As ``Grower.grow``."""
         draw, known = ChainDraw(context, budget, sampling, stop=self.rules), given.shape[1]
-        if head.marginal and not self.stop:
+        if head.marginal and not self.stop and not self.rules:
             each = list[Tensor]()
             for n in range(known - 1 + draw.length):
                 logits, memo = head.step(n, memo, given[:, min(n, known - 1)], at)
