@@ -297,7 +297,9 @@ def test_the_forward_follows_from_the_loss(target):
         train(
             head, target, text(), loss=WithBlock(each, each, rounds=0.3), forward=Corrected(3), settings=few
         )
-    with pytest.raises(ValueError, match=r"reads a block before it is corrected: give forward=Corrected"):
+    with pytest.raises(
+        ValueError, match=r"reads a block before it is corrected, or rounds: give forward=Corrected"
+    ):
         train(head, target, text(), loss=WithBlock(each, each), forward=Blocks(3), settings=few)
     lattice = made("lilicorr", target)
     with pytest.raises(ValueError, match="is 8, and this LiLiCorr chooses among 5 candidates"):
@@ -335,6 +337,9 @@ def test_bad_input(target):
 
     with pytest.raises(ValueError, match="loss reads block, which ByDepth does not divide by depth"):
         ByDepth(Reads())
+    Reads.reads, head_of = ("rounds",), made("xpress", target)
+    with pytest.raises(ValueError, match="which reads a block before it is corrected, or rounds"):
+        train(head_of, target, text(), loss=Reads(), forward=Blocks(3), settings=few)
     Reads.reads = ("kept",)
     with pytest.raises(ValueError, match="give a tuple of some of confidence, accepted, block"):
         train(head, target, text(), loss=Reads(), settings=few)

@@ -611,9 +611,9 @@ def test_what_is_noted_of_rows():
     fed = rounds[2].scores.fed
     hole = sd.types.Fed(fed.layers, fed.row, fed.position * 2, fed.node)
     scores = dataclasses.replace(rounds[2].scores, fed=hole)
-    if (rounds[2].verdict.accepted > 0).any():
-        found = noted([None, None], dataclasses.replace(rounds[2], scores=scores), [0, 0])
-        assert [one is None for one in found] == (rounds[2].verdict.accepted > 0).tolist()
+    assert (rounds[2].verdict.accepted > 0).any()
+    found = noted([None, None], dataclasses.replace(rounds[2], scores=scores), [0, 0])
+    assert [one is None for one in found] == (rounds[2].verdict.accepted > 0).tolist()
 
 
 def test_a_row_keeps_the_memory_of_its_own_activations():
@@ -638,13 +638,38 @@ def test_a_row_keeps_the_memory_of_its_own_activations():
     assert copy.deepcopy(one).layers.keys() == one.layers.keys()
 
 
+def test_what_is_noted_for_long_keeps_its_order():
+    """Positions whose activations are their own numbers, one a round."""
+    from specdec.cache.noted import ROUNDS, Noted
+
+    one = Noted(5, 5, (), ())
+    for n in range(5, 505):
+        one = one.grown({0: torch.tensor([[float(n)]])})
+    assert (one.first, one.end) == (5, 505)
+    assert one.layers[0][:, 0].tolist() == list(range(5, 505))
+    assert len(one.own) < 8
+    assert len(one.recent) < ROUNDS
+    assert one.until(300).layers[0][:, 0].tolist() == list(range(5, 300))
+
+
 def test_notes_keep_to_the_limit_and_to_the_memory(monkeypatch):
-    prompt, out = [SYSTEM], {}
+    prompt, out, held, plain = [SYSTEM], {}, [], prefixes.noted
+
+    def watched(before, *args):
+        held.append([one.bytes if one else 0 for one in before])
+        return plain(before, *args)
+
+    monkeypatch.setattr(prefixes, "noted", watched)
     for limit in (GIB, 30_000):
         model = sd.HFModel(tiny("llama"), prefix_cache=limit)
         decoder = sd.decoder(model).draft(reader("head", model), length=3).build()
         out[limit] = decoder.generate(prompt, 60).ids
         assert model.prefixes.bytes <= limit
+        assert (max(map(sum, held)) > 30_000) == (limit == GIB)
+        held.clear()
+    decoder.generate([SYSTEM, SYSTEM[:9]], 30)  # one text is given up, and not the other
+    assert any(0 in sizes and max(sizes) > 15_000 for sizes in held)
+    assert max(map(sum, held)) <= 30_000
     model = sd.HFModel(tiny("llama"), prefix_cache=GIB)
     decoder = sd.decoder(model).draft(reader("head", model), length=3).build()
     calls = []

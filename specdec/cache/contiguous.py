@@ -35,6 +35,12 @@ class SlotCache(Slots, TokenIndex):
         Slots.__init__(self, shapes, batch, capacity + spare)
         TokenIndex.__init__(self, batch, capacity)
 
+    def unleased(self) -> SlotCache:
+        """As ``Slots.unleased``: without what was noted of its rows, too."""
+        new: SlotCache = super().unleased()
+        new.begun = [None] * self.batch
+        return new
+
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Take the accepted nodes of the proposal that was scored last, in this ``context``, into the token index.
 

@@ -149,8 +149,8 @@ class PrefixCache(Kept[Key, Block]):
         return Lent(self, lent)
 
     def note(self, cache: Cache, round: Round) -> None:
-        """Note the activations that a round has of its rows' answers, and of the ends of their prompts that fill no block. If they take more memory than the
-        limit, or than there is, these texts are not kept."""
+        """Note the activations that a round has of its rows' answers, and of the ends of their prompts that fill no block. Where they take more memory than the
+        limit, the texts with the most are not kept; where there is no memory for them, none is."""
         mine: list[Begun | None] = [
             one if one and one.version is self.version else None for one in cache.begun
         ]
@@ -164,8 +164,10 @@ class PrefixCache(Kept[Key, Block]):
             mine = []
         else:
             mine = [one and one._replace(noted=more) for one, more in zip(mine, now)]
-        if sum(one.noted.bytes for one in mine if one and one.noted) > self.limit:
-            mine = []
+        sizes = [one.noted.bytes if one and one.noted else 0 for one in mine]
+        while sum(sizes) > self.limit:
+            b = sizes.index(max(sizes))
+            mine[b], sizes[b] = None, 0
         cache.begun = mine or [None] * len(cache.begun)
 
     def keep_ended(self, cache: Cache, rows: Iterable[int]) -> None:

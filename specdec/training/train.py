@@ -173,7 +173,7 @@ def train(
         raise ValueError(
             f"loss is {loss!r}, which trains a confidence that this {type(draft).__name__} does not have"
         )
-    if "block" in reads(loss) or isinstance(forward, Corrected):
+    if {"block", "rounds"} & set(reads(loss)) or isinstance(forward, Corrected):
         _check_corrected(draft, loss, forward)
     accelerator = Accelerator() if accelerator is None else accelerator
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
@@ -307,7 +307,8 @@ def train(
 def _forward(draft: Any, loss: Any) -> Any:
     if isinstance(draft, HeadModel):
         k = min(ONE_PASS if draft.block_slots else 5, draft.longest or 5)
-        return Corrected(k, rounds=3 * ("rounds" in reads(loss))) if "block" in reads(loss) else Blocks(k)
+        wide = {"block", "rounds"} & set(reads(loss))
+        return Corrected(k, rounds=3 * ("rounds" in wide)) if wide else Blocks(k)
     if isinstance(draft, SpireModel):
         return KPass()
     return Parallel() if parallel_token(draft.config) is None else ParallelBlocks()
@@ -319,9 +320,9 @@ def _check_corrected(draft: Any, loss: Any, forward: Any) -> None:
         raise ValueError(
             f"draft is a {type(draft).__name__}, which has no block of logits that it corrects: give another loss than {loss!r}, and Blocks as forward"
         )
-    if isinstance(forward, Blocks) and not isinstance(forward, Corrected) and "block" in reads(loss):
+    if isinstance(forward, Blocks) and not isinstance(forward, Corrected):
         raise ValueError(
-            f"loss is {loss!r}, which reads a block before it is corrected: give forward=Corrected(...) in place of {forward!r}"
+            f"loss is {loss!r}, which reads a block before it is corrected, or rounds: give forward=Corrected(...) in place of {forward!r}"
         )
     if isinstance(forward, Corrected) and "rounds" in reads(loss) and not forward.rounds:
         raise ValueError(f"loss is {loss!r}, which reads rounds: give forward=Corrected(..., rounds=3)")
