@@ -183,8 +183,8 @@ class CombinedLoss:
 
 @dataclass(frozen=True)
 class LKLoss:
-    """The loss of LK losses (Samarin et al., arXiv 2602.23881): ``w * KL(p, q) + (1 - w) * (1 - a)`` in nats, where ``a = sum_v min(p(v), q(v))`` is the probability of acceptance and
-    ``w = exp(-eta * a)``, through which no gradient flows: distillation where little is accepted, and acceptance where much is.
+    """``w * KL(p, q) + (1 - w) * (1 - a)`` in nats: an LK loss (Samarin et al., arXiv 2602.23881), which distils where little is accepted, and raises acceptance where much is. Here
+    ``a = sum_v min(p(v), q(v))`` is the probability of acceptance, and no gradient flows through ``w = exp(-eta * a)``.
 
     Args:
         eta: how fast distillation gives way; ``None``: the loss is ``-log a``.
@@ -203,10 +203,10 @@ class LKLoss:
         self, logits: Tensor, target_logits: Tensor, tokens: Tensor, kept: Tensor | None = None
     ) -> Tensor:
         log_p, log_q = target_logits.log_softmax(-1), logits.log_softmax(-1)
-        p = log_p.exp()
-        a = _overlap(log_q.exp(), p)
         if self.eta is None:
             return mean_of(-log_q.minimum(log_p).logsumexp(-1), kept)
+        p = log_p.exp()
+        a = _overlap(log_q.exp(), p)
         share = (-self.eta * a.detach()).exp()
         return mean_of(share * (p * (log_p - log_q)).sum(-1) + (1 - share) * (1 - a), kept)
 

@@ -47,7 +47,7 @@ class HeadModel(StoredHead):
         kv_layers: how many layers have keys and values. longest: the longest chain that it can propose, if there is a limit. block_slots: how many
             slots its first step asks for at most; 0: each step asks for one, or for none.
         leading: whether ``read`` gets each text's first token, too, as the ``following`` of a position before the first, whose activations are zeros; the positions of all passes are then
-            one higher. marginal: whether no logits depend on tokens after the anchor. confident: whether it has the method ``confidence``. corrected: whether its first
+            one higher. marginal: whether no logits depend on tokens after the anchor; a subclass that adds such a dependence sets it to False. confident: whether it has the method ``confidence``. corrected: whether its first
             step computes logits of a whole block, which each step corrects by the tokens before, from the memo alone; it has the method ``uncorrected``. top_k: how many best tokens of each slot the correction chooses among; ``None``: it has no such choice.
         target_width: of the target's activations, where the head has another one.
         ends: the target's embedding, final norm and output matrix; ``None`` before ``bound``. kernels: what computes some parts faster while
